@@ -1,0 +1,1 @@
+"""One module a chapter: the checkers of its exercises, in a dictionary ``CHECKS``."""
