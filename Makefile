@@ -20,7 +20,7 @@ help:            ## this list
 
 book: env-book   ## build the HTML from the stored outputs, warnings as errors
 	@$(BOOK) tools/pages.py
-	@$(BOOK) -m jupyter_book build . -W -n --keep-going --quiet
+	@$(BOOK) -m jupyter_book.cli.main build . -W -n --keep-going --quiet
 	@echo "The book is built. Open _build/html/index.html, or run 'make serve'."
 
 test: book env-test  ## everything a CPU can check

@@ -1,0 +1,94 @@
+"""The front page's table: what each technique costs and saves, as far as a claim checks it.
+
+    thesis_markdown()    # the table, for _generated/thesis.md, which intro.md includes
+
+A cell holds a phrase and the ids of the claims behind it, each of which must be checked.
+A technique enters the table with the chapter that measures it; a cell without a claim
+shows a dash, not what everybody knows.
+"""
+import csv
+import html
+import sys
+
+from notebooks import ROOT, Refused
+
+COLUMNS = ("Memory", "Compute", "Communication", "Accuracy")
+UNITS = ("bytes held", "FLOPs", "bytes sent", "quality")
+CLAIMS_PAGE = "_generated/claims.html"  # as seen from the front page
+NOT_YET = "–"
+
+# technique -> column -> (phrase, claim ids)
+TABLE = {
+    "Mixed precision, against fp32":
+        {"Memory": ("states: 16 bytes per parameter, nothing saved", ["C023", "C024"])},
+    "Autocast over fp32 weights":
+        {"Memory": ("2 bytes per parameter more, until backward", ["C578"])},
+    "All in bf16, AdamW":
+        {"Memory": ("states: 8 bytes per parameter", ["C397", "C577"])},
+    "8-bit Adam":
+        {"Memory": ("states: less, yet a 7B does not fit on 24 GB", ["C004"])},
+    "LoRA":
+        {"Memory": ("states of a 13B: 26 to 27 GB, not 208", ["C144"])},
+    "QLoRA":
+        {"Memory": ("states of a 7B: 3.77 GB, not 112; scales come on top",
+                    ["C097", "C095", "C025"])},
+    "Sharding over 8 GPUs":
+        {"Memory": ("states: 14 GB on each, not 112", ["C098"])},
+    "Smaller batch, shorter sequence":
+        {"Memory": ("activations only, no state", ["C003", "C022", "C028"])},
+    "Recomputation":
+        {"Memory": ("activations: the blocks' inputs and one block, 0.27 and 0.31 GB, not 9.93",
+                    ["C096"])},
+    "Fused attention":
+        {"Memory": ("activations: in proportion to the sequence, no square", ["C028"])},
+    "Fused optimizer step":
+        {"Memory": ("no temporaries, else as large as all parameters", ["C515"])},
+    "Gradients set to None":
+        {"Memory": ("peak: lower by the smaller of gradients and activations", ["C512"])},
+}
+
+
+def claim_ids():
+    """All claim ids that the table stands on."""
+    return sorted({id for row in TABLE.values() for _, ids in row.values() for id in ids})
+
+
+def read_claims():
+    with open(ROOT / "companion/claims.csv", encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def claim_link(id, claims):
+    """``<a>`` to the claim's row; the statement shows on hovering.
+
+    Raises Refused for an id that claims.csv lacks or does not call checked.
+    """
+    if id not in claims:
+        raise Refused(f"tools/thesis.py: {id} is not in companion/claims.csv")
+    if claims[id]["status"] != "checked":
+        raise Refused(f"tools/thesis.py: {id} is {claims[id]['status']}, not checked")
+    title = html.escape(" ".join(claims[id]["statement"].split())).replace("|", "&#124;")
+    return f'<a href="{CLAIMS_PAGE}#{id}" title="{title}">{id}</a>'
+
+
+def cell(row, column, claims):
+    if column not in row:
+        return NOT_YET
+    phrase, ids = row[column]
+    return f"{phrase} ({', '.join(claim_link(id, claims) for id in ids)})"
+
+
+def thesis_markdown(claims=None):
+    """The table as Markdown. claims: rows of claims.csv as dictionaries, by default all."""
+    claims = {row["id"]: row for row in (read_claims() if claims is None else claims)}
+    head = ["Technique", *(f"{name}<br>{unit}" for name, unit in zip(COLUMNS, UNITS))]
+    lines = [head, ["---"] * len(head)]
+    lines += [[name, *(cell(row, c, claims) for c in COLUMNS)] for name, row in TABLE.items()]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+if __name__ == "__main__":
+    try:
+        print(thesis_markdown(), end="")
+    except Refused as refused:
+        sys.exit(f"thesis: {refused}")
