@@ -17,6 +17,9 @@ _EXPORTS = {
     "pick_device": "device",
     "pick_dtype": "device",
     "device_name": "device",
+    "Film": "counting",
+    "saved_tensors": "counting",
+    "storage_bytes": "counting",
     "GPUS": "hardware",
     "gpu": "hardware",
 }
