@@ -22,7 +22,7 @@ from offline import cut_network
 from sandbox import empty_folder, sandbox
 
 
-def compare(name, work, runner, network, cell_seconds):
+def compare(name, work, runner, network, cell_seconds, slowest=0):
     """Run chapter ``name`` on ``runner``; return its record, written to build/records."""
     source = CHAPTERS / f"{name}.ipynb"
     nb = read(source)
@@ -33,8 +33,8 @@ def compare(name, work, runner, network, cell_seconds):
         arguments = [str(folder / source.name), "--nbval", "--nbval-current-env", "-q", "--color=no",
                      "--nbval-sanitize-with", str(ROOT / "tools/nbval_sanitize.cfg"),
                      "--nbval-cell-timeout", str(cell_seconds), "-p", "no:cacheprovider",
-                     "-p", "no:hypothesispytest", "--rootdir", str(folder), "--no-header", "--no-summary",
-                     "-c", _write_empty_config(folder)]
+                     "--rootdir", str(folder), "--no-header", "--no-summary",
+                     "-c", _write_empty_config(folder), *([f"--durations={slowest}"] if slowest else [])]
         code = pytest.main(arguments, plugins=[plugin])
     if code == pytest.ExitCode.INTERRUPTED:
         raise KeyboardInterrupt
@@ -72,6 +72,7 @@ def main(argv):
     parser.add_argument("--resume", action="store_true", help="leave out chapters that passed with this code")
     parser.add_argument("--repeat", type=int, default=1, help="run each chapter this many times")
     parser.add_argument("--cell-seconds", type=int, default=CELL_SECONDS)
+    parser.add_argument("--slowest", type=int, default=0, help="show this many slowest cells")
     parser.add_argument("chapters", nargs="*")
     options = parser.parse_args(argv)
     names = pick(options.chapters)
@@ -85,7 +86,7 @@ def main(argv):
             if options.resume and _passed_before(name, options.runner):
                 print(f"{name}: passed before with the same code and versions")
                 continue
-            record = compare(name, work, options.runner, network, options.cell_seconds)
+            record = compare(name, work, options.runner, network, options.cell_seconds, options.slowest)
             cells = record["cells"]
             failed += cells["failed"]
             print(f"{name} on the {options.runner}: {cells['compared']} cells compared, {cells['failed']} differ, "
