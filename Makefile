@@ -20,7 +20,8 @@ help:            ## this list
 
 book: env-book   ## build the HTML from the stored outputs, warnings as errors
 	@$(BOOK) tools/pages.py
-	@$(BOOK) -m jupyter_book.cli.main build . -W -n --keep-going --quiet
+	@rm -rf _build/html
+	@$(BOOK) -c "from jupyter_book.cli.main import main; main()" build . --all -W -n --keep-going --quiet
 	@echo "The book is built. Open _build/html/index.html, or run 'make serve'."
 
 test: book env-test  ## everything a CPU can check
@@ -63,8 +64,9 @@ serve:           ## read the built book at http://127.0.0.1:8000
 repository: env-test ## change the repository's address everywhere (URL=https://...)
 	$(TEST) tools/repository.py "$(URL)"
 
-pins: env-book env-test  ## write what is installed to constraints.txt
-	$(TEST) tools/pins.py $(BOOK) $(TEST) > constraints.new && mv constraints.new constraints.txt
+pins: env-book env-test  ## write what is installed to the constraints files
+	$(BOOK) tools/pins.py constraints-book.txt
+	$(TEST) tools/pins.py constraints.txt
 
 clean:           ## remove what was built; environments and stored outputs stay
 	rm -rf _build _generated build

@@ -33,7 +33,7 @@ def project(tmp_path, monkeypatch):
         "        z.writestr(i + 'RECORD', '')\n"
         "    return name\n")
     (tmp_path / "requirements-book.txt").write_text(f"{package}  # a comment\n")
-    (tmp_path / "constraints.txt").write_text("")
+    (tmp_path / "constraints-book.txt").write_text("")
     monkeypatch.setattr(setup_env, "ROOT", str(tmp_path))
     return tmp_path
 
@@ -45,7 +45,7 @@ def test_sets_up_once_and_again_when_the_requirements_change(project, capfd):
     assert "ready" in capfd.readouterr().out
     setup_env.main(["book"])
     assert capfd.readouterr().out == ""
-    (project / "constraints.txt").write_text("# changed\n")
+    (project / "constraints-book.txt").write_text("# changed\n")
     setup_env.main(["book"])
     out = capfd.readouterr().out
     assert "ready" in out and "making the environment" not in out

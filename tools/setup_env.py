@@ -13,10 +13,11 @@ import sys
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 MINIMUM = (3, 11)
-# name -> (file, what to install first because it is large, gigabytes needed)
+# name -> (what it needs, versions of what that brings, what to install first because it is
+# large, gigabytes needed)
 ENVIRONMENTS = {
-    "book": ("requirements-book.txt", (), 0.6),
-    "test": ("requirements.txt", ("torch", "torchvision"), 8.0),
+    "book": ("requirements-book.txt", "constraints-book.txt", (), 0.6),
+    "test": ("requirements.txt", "constraints.txt", ("torch", "torchvision"), 8.0),
 }
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
@@ -30,9 +31,9 @@ def main(argv):
         raise Stop("this book needs Python %d.%d or newer, and %s is %s. Name another one: make PYTHON=python3.12 ..."
                    % (MINIMUM + (sys.executable, sys.version.split()[0])))
     name, newest = argv[0], "--newest" in argv
-    requirements, first, gigabytes = ENVIRONMENTS[name]
+    requirements, constraints, first, gigabytes = ENVIRONMENTS[name]
     folder = os.path.join(ROOT, ".venv", name)
-    wanted = digest(requirements, newest)
+    wanted = digest((requirements, constraints), newest)
     if ready(folder) == wanted:
         return
     say(name, "setting up %s (once; %.1f GB)" % (os.path.relpath(folder, ROOT), gigabytes))
@@ -43,9 +44,9 @@ def main(argv):
     large = [line for line in lines if line.split("==")[0] in first]
     if large:
         say(name, "installing %s: the large part" % " ".join(large))
-        pip(folder, large, newest)
+        pip(folder, large, None if newest else constraints)
     say(name, "installing %d packages of %s" % (len(lines), requirements))
-    pip(folder, lines, newest)
+    pip(folder, lines, None if newest else constraints)
     if name == "test":
         say(name, "preparing fonts and a browser")
         run([python(folder), "-c", "import matplotlib.pyplot"], "matplotlib does not import")
@@ -71,10 +72,10 @@ def ready(folder):
         return ""
 
 
-def digest(requirements, newest):
+def digest(files, newest):
     """Changes when the requirements do, so that the environment is brought up to them."""
     content = hashlib.sha256(repr((newest, sys.version_info[:2])).encode())
-    for name in (requirements, "constraints.txt"):
+    for name in files:
         with open(os.path.join(ROOT, name), "rb") as file:
             content.update(file.read())
     return content.hexdigest()
@@ -108,12 +109,9 @@ def make_venv(folder, name):
     run([sys.executable, "-m", "venv", folder], "the environment could not be made")
 
 
-def pip(folder, lines, newest):
+def pip(folder, lines, constraints):
     command = [python(folder), "-m", "pip", "install", "--disable-pip-version-check"] + lines
-    if newest:
-        command.append("--upgrade")
-    else:
-        command += ["-c", os.path.join(ROOT, "constraints.txt")]
+    command += ["-c", os.path.join(ROOT, constraints)] if constraints else ["--upgrade"]
     run(command, "installing stopped (no network? a full disk? pip's own lines are above). "
                  "What is installed stays: the same make command goes on from here")
 
