@@ -54,6 +54,12 @@ def no_check_of_formats(parameters, weights, gradients, moments, master=False):
     return parameters * (each + (4 if master and weights != "fp32" else 0))
 
 
+def no_errors(parameters, weights, gradients, moments, master=False):
+    if not {weights, gradients, moments} <= set(SIZES):
+        raise ValueError("unknown format")
+    return no_check_of_formats(parameters, weights, gradients, moments, master)
+
+
 def a_key_error(parameters, weights, gradients, moments, master=False):
     each = SIZES[weights] + SIZES[gradients] + 2 * SIZES[moments]
     return parameters * (each + (4 if master and weights != "fp32" else 0))
@@ -246,10 +252,38 @@ def does_nothing(p, grad, m, v, step, lr):
     return True
 
 
+def nothing_for_the_unknown(parameters, weights, gradients, moments, master=False):
+    if {weights, gradients, moments} <= set(SIZES):
+        return no_check_of_formats(parameters, weights, gradients, moments, master)
+
+
+def nothing_if_none_fits(peak, budget):
+    if peak(1) <= budget:
+        return one_by_one(peak, budget)
+
+
+def returns_nothing(p, grad, m, v, step, lr):
+    in_pieces(whole_tensor)(p, grad, m, v, step, lr)
+
+
+def not_in_place(p, grad, m, v, step, lr):
+    p = p[:1] - lr * grad[:1]
+
+
+@pytest.mark.parametrize("id, answer", [
+    ("memory-1", lambda *a, **k: torch.tensor(no_errors(*a, **k))),  # a number all the same
+    ("memory-2", lambda layers, heads, d, tokens, itemsize, tp:
+        2 * layers * max(1, heads / tp) * d * tokens * itemsize),
+    ("memory-6", returns_nothing)])
+def test_another_right_answer_passes(id, answer, capsys):
+    assert said(id, answer, capsys) == f"{id}: right"
+
+
 # exercise -> [(wrong answer, what its message must name)]
 WRONG = {
     "memory-1": [
         (no_check_of_formats, "int3"), (a_key_error, "{'weights': 'int3'}"),
+        (nothing_for_the_unknown, "{'weights': 'int3'}"),
         (one_moment, "weights='fp32', gradients='fp32', moments='fp32'"),
         (master_always, "weights='fp32', gradients='bf16', moments='fp32', master=True"),
         (gradients_like_weights, "weights='bf16', gradients='fp32'")],
@@ -258,6 +292,7 @@ WRONG = {
         (cache_vanishes, "8 heads on 16 GPUs"), (cache_replicated, "8 shared heads on 4 GPUs")],
     "memory-3": [
         (one_by_one, "the budget is met exactly"), (by_proportion, "flat up to 40"),
+        (nothing_if_none_fits, "nothing fits"),
         (by_slope, "flat up to 40"), (powers_of_two, "the budget is met exactly"),
         (strictly_below, "exactly one fits"), (lambda peak, budget: budget / 3, "nothing fits")],
     "memory-4": [
@@ -265,7 +300,7 @@ WRONG = {
         (gradients_assumed, "no gradients yet"), (no_buffers, "buffers"),
         (once_per_tensor, "views of one buffer")],
     "memory-5": [
-        (lora_saves_nothing, "('q', 'v')"), (lora_norms_as_if_trained, "('q', 'v')"),
+        (lora_saves_nothing, "('q', 'v')"), (lora_norms_as_if_trained, "+512 a token"),
         (lora_without_groups, "(1, 32, 64, 4, 1"), (lora_without_the_ranks, "('q', 'v')"),
         (lora_adapters_alone, "('q', 'v')")],
     "memory-6": [
@@ -273,7 +308,7 @@ WRONG = {
         (flattened, "a transposed matrix"), (in_pieces(uncorrected), "a 512 x 512 matrix"),
         (in_pieces(no_epsilon), "differs from torch.optim.Adam"),
         (in_pieces(moments_forgotten), "a 512 x 512 matrix"),
-        (does_nothing, "a 512 x 512 matrix")],
+        (does_nothing, "a 512 x 512 matrix"), (not_in_place, "a 512 x 512 matrix")],
 }
 
 

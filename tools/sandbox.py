@@ -13,7 +13,8 @@ from notebooks import ROOT, Refused
 # The same for storing outputs and for comparing them.
 _ENVIRONMENT = {
     "COMPANION_STRICT": "1",           # a missed band is an error
-    "OMP_WAIT_POLICY": "passive",      # idle threads must not spin on a small machine
+    "OMP_WAIT_POLICY": "passive",      # idle threads must not spin on a small machine,
+    "OMP_NUM_THREADS": str(min(4, os.cpu_count() or 1)),  # nor wake in dozens for small tensors
     "PYTEST_CURRENT_TEST": "chapters", # ipykernel then captures output as it does under nbval
     "TQDM_DISABLE": "1",
     "IPY_TEST_SIMPLE_PROMPT": "1",

@@ -15,6 +15,8 @@ def _run(what, answer, *arguments, **options):
 
 
 def _same(what, got, want, unit="bytes"):
+    if hasattr(got, "item") and getattr(got, "ndim", 1) == 0:  # a numpy or 0-d torch number
+        got = got.item()
     if isinstance(got, bool) or not isinstance(got, (int, float)):
         raise Wrong(f"{what}: expected a number of {unit}, got {got!r}")
     if got != want:
@@ -42,6 +44,8 @@ def _state_bytes(answer):
             continue
         except KeyError:
             got = "a KeyError"
+        except _NotAttempted:  # it was, by the cases above
+            got = "None"
         raise Wrong(f"{bad}: an unknown format should be a ValueError, not {got}")
 
 
@@ -84,10 +88,15 @@ def _largest_batch(answer):
                             f"the last was peak({batch})")
             return peak(batch)
 
-        got = _run(f"{name}, budget {budget:,}", answer, run, budget)
+        try:
+            got = _run(f"{name}, budget {budget:,}", answer, run, budget)
+        except _NotAttempted:
+            if not calls:
+                raise
+            got = None
         if got != want:
             says = "does not fit" if isinstance(got, int) and got > want else "is not the largest"
-            raise Wrong(f"{name}, budget {budget:,}: batch {got!r} {says}, {want:,} is")
+            raise Wrong(f"{name}, budget {budget:,}: batch {got!r} {says}; the answer is {want:,}")
 
 
 def _held_bytes(answer):
@@ -173,8 +182,10 @@ def _lora_block(batch, seq, hidden, heads, kv_heads, ffn, rank, targets):
 
     def attend(x):
         q, k, v = (linear(n, x).unflatten(-1, (-1, d)).transpose(1, 2) for n in "qkv")
-        y = F.scaled_dot_product_attention(rotate(q), rotate(k), v, is_causal=True,
-                                           enable_gqa=kv_heads < heads)
+        k = rotate(k)
+        if kv_heads == 1:  # a view: PyTorch 2.6's kernel on a CPU knows no groups
+            k, v = (t.expand(-1, heads, -1, -1) for t in (k, v))
+        y = F.scaled_dot_product_attention(rotate(q), k, v, is_causal=True)
         return linear("o", y.transpose(1, 2).flatten(2))
 
     def block(x):
@@ -190,20 +201,24 @@ def _lora_saved(answer):
     from ..counting import saved_tensors, storage_bytes
     every = ("q", "k", "v", "o", "gate", "up", "down")
     cases = [(2, 64, 128, 4, 4, 352, 8, ("q", "v")), (1, 32, 64, 4, 1, 96, 4, every),
-             (2, 64, 128, 4, 2, 352, 16, ("gate", "up", "down")), (3, 16, 64, 2, 2, 160, 8, ("o",)),
-             (1, 64, 128, 8, 2, 352, 8, ("down",)), (1, 64, 128, 4, 4, 352, 8, ())]
+             (2, 64, 128, 4, 1, 352, 16, ("gate", "up", "down")), (3, 16, 64, 2, 2, 160, 8, ("o",)),
+             (1, 64, 128, 8, 1, 352, 8, ("down",)), (1, 64, 128, 4, 4, 352, 8, ())]
     for case in cases:
         block, x, fixed = _lora_block(*case)
         counted = storage_bytes(saved_tensors(lambda: block(x), but=fixed))
-        got = _run(f"lora_saved{case}", answer, *case)
-        if got != counted:
-            raise Wrong(f"lora_saved{case}: the hooks count {counted:,} bytes, you predict {got!r}")
+        call = f"lora_saved{case}"
+        got = _run(call, answer, *case)
+        if isinstance(got, (int, float)) and got != counted:
+            batch, seq = case[:2]
+            raise Wrong(f"{call}: the hooks count {counted:,} bytes, you predict {got:,}, "
+                        f"{(got - counted) / (batch * seq):+,g} a token")
+        _same(call, got, counted)
 
 
 def _adam_step(answer):
     import torch
     from ..counting import Film, storages
-    budget = 64 * 1024
+    budget, attempted = 64 * 1024, False
     torch.manual_seed(0)
     cases = {
         "a 512 x 512 matrix": torch.randn(512, 512),
@@ -225,7 +240,12 @@ def _adam_step(answer):
             film = Film(held=[p, grad, m, v])
             held = sum(s.nbytes() for s in storages([p, grad, m, v]).values())
             with film:
-                _run(f"{name}, step {step}", answer, p, grad, m, v, step, 0.1)
+                try:
+                    _run(f"{name}, step {step}", answer, p, grad, m, v, step, 0.1)
+                except _NotAttempted:  # an update in place may return None; a starter does nothing
+                    if not (attempted or film.ops):
+                        raise
+            attempted = True
             extra = film.peak()[0] - held if film.ops else 0
             if extra > budget:
                 raise Wrong(f"{name}, step {step}: {extra:,} bytes of temporaries at once, "
