@@ -4,6 +4,7 @@ The checkers live in ``companion.exercises.<chapter>``: a dictionary ``CHECKS``
 from an exercise's id to a function of the reader's answer that raises ``Wrong``.
 """
 import difflib
+import dis
 import importlib
 import pkgutil
 
@@ -27,9 +28,9 @@ def _one_line(error):
 def check(id, answer):
     """Grade ``answer`` (usually the reader's function) for exercise ``id``; print one line.
 
-    An answer that is None or Ellipsis, or a function that returns one of them,
-    counts as not attempted. Raises ValueError for an unknown id only: whatever
-    the reader's own function raises becomes part of the line.
+    An answer that is None or Ellipsis, or a function that returns Ellipsis or has an
+    empty body, counts as not attempted. Raises ValueError for an unknown id only:
+    whatever the reader's own function raises becomes part of the line.
     """
     checks = _checks()
     if id not in checks:
@@ -52,7 +53,7 @@ class _NotAttempted(Exception):
 
 
 class _Attempt:
-    """The reader's answer; calling it tells a starter's ``...`` from a wrong value."""
+    """The reader's answer; calling it tells an untouched starter from a wrong value."""
 
     def __init__(self, answer):
         self.answer = answer
@@ -61,6 +62,15 @@ class _Attempt:
         if not callable(self.answer):
             raise Wrong(f"expected a function, got {type(self.answer).__name__}")
         value = self.answer(*args, **kwargs)
-        if value is None or value is ...:
+        if value is ... or (value is None and _does_nothing(self.answer)):
             raise _NotAttempted
         return value
+
+
+_NOTHING = {"RESUME", "NOP", "CACHE", "COPY_FREE_VARS", "LOAD_CONST", "POP_TOP", "RETURN_CONST", "RETURN_VALUE"}
+
+
+def _does_nothing(function):
+    """True for a body of ``...``, ``pass`` or a docstring only, as starters have."""
+    code = getattr(function, "__code__", None)
+    return code is not None and all(step.opname in _NOTHING for step in dis.get_instructions(code))

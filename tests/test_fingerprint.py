@@ -66,8 +66,8 @@ def project(tmp_path, monkeypatch):
     return tmp_path
 
 
-def edit(project, old, new):
-    file = project / "companion/report.py"
+def edit(project, old, new, name="report"):
+    file = project / f"companion/{name}.py"
     text = file.read_text()
     assert old in text
     file.write_text(text.replace(old, new))
@@ -118,6 +118,17 @@ def test_the_same_on_every_python(tmp_path):
         f"sys.path.insert(0, {str(ROOT / 'tools')!r})\n"
         "from fingerprint import canonical\n"
         f"print(hashlib.sha256(repr(canonical(ast.parse({CODE!r}))).encode()).hexdigest())\n")
-    digests = {subprocess.run([p, "-I", script], check=True, capture_output=True, text=True).stdout
+    digests = {subprocess.run([p, "-I", script], check=True, capture_output=True, text=True).stdout.strip()
                for p in [sys.executable, *PYTHONS]}
     assert digests == {"fde771ae86ed5263a22351ef5b40bb25a6cd64da664ea508578013cbeddd4dab"}
+
+
+@pytest.mark.parametrize("old, new, stale", [
+    ('"measured": "report",', '"measured": "report",\n    "new": "report",', False),
+    ('"measured": "report",', '"measured": "exercise",', True),
+    ("globals()[name] = value", "pass", True)])
+def test_a_new_public_name_makes_nothing_stale(project, old, new, stale):
+    nb = notebook("from companion import measured")
+    before = fp.fingerprint(nb, "cpu")
+    edit(project, old, new, "__init__")
+    assert (fp.fingerprint(nb, "cpu") != before) is stale

@@ -146,6 +146,7 @@ def one_exercise(monkeypatch):
 @pytest.mark.parametrize("answer, line", [
     (lambda x: ..., "not attempted"),
     (lambda x: None, "not attempted"),
+    (lambda x: print(end=""), "not yet. for x = 3: expected 6, got None"),
     (None, "not attempted"),
     (..., "not attempted"),
     (lambda x: x * x, "not yet. for x = 3: expected 6, got 9"),
