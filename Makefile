@@ -6,6 +6,9 @@ REPEAT ?= 1
 
 BOOK = .venv/book/bin/python
 TEST = .venv/test/bin/python
+OLDEST_PYTHON ?= python3.11
+OLDEST = .venv/oldest/bin/python
+TOOL_TESTS = site test_fingerprint.py test_front.py test_rules.py test_setup.py test_tools.py
 BUNDLE = build/gpu-bundle
 # A runner that was given a bundle has no network: it uses its own torch and the bundle's wheels.
 GPU = $(if $(wildcard $(BUNDLE)),PYTHONPATH=$(CURDIR)/build/gpu-site $(PYTHON),$(TEST))
@@ -13,7 +16,7 @@ SETUP = $(PYTHON) tools/setup_env.py
 NEWEST_FLAG = $(if $(NEWEST),--newest)
 .DEFAULT_GOAL = help
 .PHONY: help book test test-gpu execute execute-gpu sync check bench-gpu gpu-bundle gpu-ready \
-        record status serve repository pins clean env-book env-test
+        record status serve repository pins clean env-book env-test test-oldest env-oldest
 
 help:            ## this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 16
@@ -32,6 +35,10 @@ test: book env-test  ## everything a CPU can check
 
 test-gpu: gpu-ready  ## run and compare every cell on a GPU; goes on by chapter
 	$(GPU) tools/run_nbval.py --runner gpu --resume $(CHAPTER)
+
+test-oldest: env-oldest  ## the package and all chapters on the oldest Python and torch that Colab offers
+	$(OLDEST) -m pytest -q tests $(addprefix --ignore=tests/,$(TOOL_TESTS))
+	$(OLDEST) tools/run_nbval.py --records build/records-oldest $(CHAPTER)
 
 execute: env-test    ## run chapters on this CPU and store their outputs (CHAPTER=name)
 	$(TEST) tools/execute.py $(CHAPTER)
@@ -76,3 +83,8 @@ env-book:
 
 env-test:
 	@$(SETUP) test $(NEWEST_FLAG)
+
+env-oldest:
+	@command -v $(OLDEST_PYTHON) > /dev/null || { echo "test-oldest needs Python 3.11: \
+	make test-oldest OLDEST_PYTHON=<path>"; exit 1; }
+	@$(OLDEST_PYTHON) tools/setup_env.py oldest

@@ -22,6 +22,8 @@ _EXPORTS = {
     "storage_bytes": "counting",
     "GPUS": "hardware",
     "gpu": "hardware",
+    "fashion_mnist": "datasets",
+    "smollm2": "pretrained",
 }
 __all__ = sorted(_EXPORTS)
 

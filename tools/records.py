@@ -59,15 +59,15 @@ def load(name, runner):
     return max(found, key=lambda pair: pair[0])[1] if found else None
 
 
-def save(name, runner, nb, counts, seconds, network):
-    """Write this run's record to build/records and return it."""
+def save(name, runner, nb, counts, seconds, network, folder=LOCAL):
+    """Write this run's record to ``folder`` and return it."""
     record = {
         "chapter": name, "runner": runner, "fingerprint": fingerprint(nb, runner),
         "when": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "device": device(runner), "versions": versions(), "cells": counts,
         "seconds": round(seconds, 1), "network": network,
     }
-    write_json(path(name, runner, LOCAL), record)
+    write_json(path(name, runner, folder), record)
     return record
 
 

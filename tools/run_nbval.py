@@ -1,15 +1,16 @@
 """Run every code cell again and compare with what is stored, through nbval.
 
-    run_nbval.py [--runner cpu|gpu] [--resume] [--repeat N] [CHAPTER...]
+    run_nbval.py [--runner cpu|gpu] [--resume] [--repeat N] [--records FOLDER] [CHAPTER...]
 
 Each chapter runs as a copy in an empty folder, with the built wheel of companion and
-without a network. Writes a record per chapter to build/records; --resume leaves out
+without a network. Writes a record per chapter to build/records or FOLDER; --resume leaves out
 chapters whose record is already a pass of the same code with the same versions.
 """
 import argparse
 import shutil
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -22,8 +23,8 @@ from offline import cut_network
 from sandbox import empty_folder, sandbox
 
 
-def compare(name, work, runner, network, cell_seconds, slowest=0):
-    """Run chapter ``name`` on ``runner``; return its record, written to build/records."""
+def compare(name, work, runner, network, cell_seconds, slowest=0, kept=records.LOCAL):
+    """Run chapter ``name`` on ``runner``; return its record, written to folder ``kept``."""
     source = CHAPTERS / f"{name}.ipynb"
     nb = read(source)
     plugin = BookPlugin(name, _gpu_count() if runner == "gpu" else 0)
@@ -42,7 +43,7 @@ def compare(name, work, runner, network, cell_seconds, slowest=0):
         raise Refused(f"chapters/{name}.ipynb: nbval stopped with {pytest.ExitCode(code).name}")
     for number, cell, why in plugin.failures:
         print(f"chapters/{name}.ipynb: code cell {number}\n{_indent(cell)}\n{_indent(why)}", file=sys.stderr)
-    return records.save(name, runner, nb, plugin.counts(), time.perf_counter() - started, network)
+    return records.save(name, runner, nb, plugin.counts(), time.perf_counter() - started, network, kept)
 
 
 def _write_empty_config(folder):
@@ -71,6 +72,7 @@ def main(argv):
     parser.add_argument("--runner", choices=("cpu", "gpu"), default="cpu")
     parser.add_argument("--resume", action="store_true", help="leave out chapters that passed with this code")
     parser.add_argument("--repeat", type=int, default=1, help="run each chapter this many times")
+    parser.add_argument("--records", type=Path, default=records.LOCAL, help="the folder for the records")
     parser.add_argument("--cell-seconds", type=int, default=CELL_SECONDS)
     parser.add_argument("--slowest", type=int, default=0, help="show this many slowest cells")
     parser.add_argument("chapters", nargs="*")
@@ -86,7 +88,8 @@ def main(argv):
             if options.resume and _passed_before(name, options.runner):
                 print(f"{name}: passed before with the same code and versions")
                 continue
-            record = compare(name, work, options.runner, network, options.cell_seconds, options.slowest)
+            record = compare(name, work, options.runner, network, options.cell_seconds, options.slowest,
+                             ROOT / options.records)
             cells = record["cells"]
             failed += cells["failed"]
             print(f"{name} on the {options.runner}: {cells['compared']} cells compared, {cells['failed']} differ, "

@@ -18,6 +18,7 @@ MINIMUM = (3, 11)
 ENVIRONMENTS = {
     "book": ("requirements-book.txt", "constraints-book.txt", (), 0.6),
     "test": ("requirements.txt", "constraints.txt", ("torch", "torchvision"), 8.0),
+    "oldest": ("requirements-oldest.txt", "requirements-oldest.txt", ("torch", "torchvision"), 8.0),
 }
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
