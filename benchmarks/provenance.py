@@ -2,6 +2,7 @@
 import hashlib
 import json
 import platform
+import re
 import sys
 from datetime import datetime, timezone
 from importlib import metadata
@@ -23,7 +24,7 @@ def provenance(script):
             pass
     return {
         "when": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "device": ", ".join(gpus) or "CPU", "versions": packages, "command": " ".join(sys.argv[1:]),
+        "device": ", ".join(gpus) or "CPU", "versions": packages, "command": re.sub(r" ?--out \S+", "", " ".join(sys.argv[1:])),
         "script": Path(script).name, "script_sha256": hashlib.sha256(Path(script).read_bytes()).hexdigest()[:16],
     }
 

@@ -132,3 +132,12 @@ def test_a_new_public_name_makes_nothing_stale(project, old, new, stale):
     before = fp.fingerprint(nb, "cpu")
     edit(project, old, new, "__init__")
     assert (fp.fingerprint(nb, "cpu") != before) is stale
+
+
+def test_a_changed_data_file_makes_stale_who_names_it(project):
+    file = project / "companion/data/results.json"
+    file.write_text("1")
+    user, other = notebook("read('results.json')"), notebook("read('others.json')")
+    before = fp.fingerprint(user, "cpu"), fp.fingerprint(other, "cpu")
+    file.write_text("2")
+    assert fp.fingerprint(user, "cpu") != before[0] and fp.fingerprint(other, "cpu") == before[1]

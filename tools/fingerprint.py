@@ -1,9 +1,10 @@
 """One hash per chapter and runner: has the code changed since its outputs were stored?
 
-It covers the code cells (the set-up cell excluded; for the CPU also the GPU cells)
-and every module of ``companion`` they reach through imports, as syntax trees without
-docstrings and comments. So rewording a comment makes nothing stale; changing a
-constant in a module does. The same on every supported Python.
+It covers the code cells (the set-up cell excluded; for the CPU also the GPU cells),
+every module of ``companion`` they reach through imports, as syntax trees without
+docstrings and comments, and the files of companion/data that these name. So rewording
+a comment makes nothing stale; changing a constant in a module does. The same on every
+supported Python.
 """
 import ast
 import hashlib
@@ -125,7 +126,16 @@ def fingerprint(nb, runner):
         if module == "companion":  # a new name in its table changes no chapter that does not use it
             tree.body = [node for node in tree.body if not _is_exports(node)]
         parts.append((module, canonical(tree)))
+        trees.append(tree)
+    parts += [(file.name, hashlib.sha256(file.read_bytes()).hexdigest()) for file in _data(trees)]
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+def _data(trees):
+    """The files of companion/data that a string in the code names."""
+    names = {node.value for tree in trees if tree for node in ast.walk(tree)
+             if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    return [file for file in sorted((ROOT / "companion/data").glob("*")) if file.name in names]
 
 
 def stored(nb, runner):
