@@ -270,11 +270,647 @@ def not_in_place(p, grad, m, v, step, lr):
     p = p[:1] - lr * grad[:1]
 
 
+# ---- precision-1: the largest number
+
+def ieee_always(exponent, mantissa, bias, specials):
+    return (2 - 2.0**-mantissa) * 2.0 ** (2**exponent - 2 - bias)
+
+
+def full_top_exponent(exponent, mantissa, bias, specials):
+    if specials not in ("ieee", "fn", "none"):
+        raise ValueError(specials)
+    return (2 - 2.0**-mantissa) * 2.0 ** (2**exponent - (2 if specials == "ieee" else 1) - bias)
+
+
+def no_mantissa_forgotten(exponent, mantissa, bias, specials):
+    less = {"ieee": 2**mantissa, "fn": 1, "none": 0}[specials]
+    code = 2 ** (exponent + mantissa) - 1 - less
+    return (1 + code % 2**mantissa / 2**mantissa) * 2.0 ** (code // 2**mantissa - bias)
+
+
+def largest_as_tensor(exponent, mantissa, bias, specials):
+    if specials not in ("ieee", "fn", "none"):
+        raise ValueError(specials)
+    return torch.tensor(no_mantissa_forgotten(exponent, mantissa, bias, specials), dtype=torch.float64)
+
+
+# ---- precision-2: which weights freeze
+
+def half_the_spacing_above(w, update):
+    exponent = torch.frexp(w.float())[1] - 1
+    return update.abs() <= 2.0 ** (exponent - 8)
+
+
+def strictly_below_half(w, update):
+    return update.abs() < 2.0 ** (torch.frexp(w.float())[1] - 9)
+
+
+def added_in_bf16(w, update):
+    return w + update.bfloat16() == w
+
+
+def never_rounded(w, update):
+    return w.float() + update == w.float()
+
+
+def by_equal_bits(w, update):
+    return (w.float() + update).bfloat16().view(torch.int16) == w.view(torch.int16)
+
+
+# ---- precision-3: the first step that differs
+
+def step_by_step(same, n):
+    return next((i for i in range(n) if not same(i)), -1)
+
+
+def never_equal_at_the_end(same, n):
+    low, high = 0, n - 1
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (middle + 1, high) if same(middle) else (low, middle)
+    return low
+
+
+def last_equal_step(same, n):
+    if n == 0 or same(n - 1):
+        return -1
+    low, high = -1, n - 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if same(middle) else (low, middle)
+    return low
+
+
+# ---- precision-4: one step with a scaler
+
+def scaler_step(unscale=True, update=True, zero=True, clip=True, step="scaler"):
+    def answer(loss, parameters, optimizer, scaler, max_norm):
+        if zero:
+            optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        if unscale:
+            scaler.unscale_(optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm if clip else 1e9)
+        scaler.step(optimizer) if step == "scaler" else optimizer.step()
+        if update:
+            scaler.update()
+        return norm.item()
+    return answer
+
+
+def always_norm_one(loss, parameters, optimizer, scaler, max_norm):
+    optimizer.zero_grad()
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    norm = torch.stack([p.grad.norm() for p in parameters]).norm()
+    for p in parameters:
+        p.grad *= max_norm / norm
+    scaler.step(optimizer)
+    scaler.update()
+    return norm.item()
+
+
+# ---- precision-5: AdamW that forgets nothing
+
+def kahan_adamw(keep=True, read=True, correct=True, decoupled=True, into=True):
+    def answer(w, c, grad, m, v, step, lr, decay):
+        g, old, rest = grad.float(), w.float(), c.float() if read else 0.0
+        g = g if decoupled else g + decay * old
+        m.mul_(0.9).add_(g, alpha=0.1)
+        v.mul_(0.95).addcmul_(g, g, value=0.05)
+        c1, c2 = (1 - 0.9**step, 1 - 0.95**step) if correct else (1.0, 1.0)
+        wanted = -lr * (m / c1 / ((v / c2).sqrt() + 1e-8) + (decay * (old + rest) if decoupled else 0.0)) + rest
+        if into:
+            w.copy_(old + wanted)
+        else:
+            w = (old + wanted).bfloat16()
+        if keep:
+            c.copy_(wanted - (w.float() - old))
+        return True
+    return answer
+
+
+# ---- precision-6: six bits
+
+def six_bits(subnormals=True, even=True, saturates=True, signed_zero=True, nan=True):
+    def answer(x):
+        if nan and x.isnan().any():
+            raise ValueError("NaN")
+        a = x.abs().double()
+        a = a.clamp(max=28.0) if saturates else a.clamp(max=31.0)
+        exponent = torch.where(a > 0, torch.frexp(a)[1] - 1, -9)
+        exponent = exponent.clamp(min=-2 if subnormals else -9)
+        scaled = a / 2.0 ** (exponent - 2).double()
+        whole = (scaled.round() if even else (scaled + 0.5).floor()).nan_to_num().long()
+        code = (exponent + 2) * 4 + whole
+        code = code.clamp(min=0)
+        sign = x.signbit() if signed_zero else x < 0
+        return ((code + 32 * sign) % 64).to(torch.uint8)
+    return answer
+
+
+# ---- checkpointing-1: the price of a policy
+
+def price_right(blocks, lasts, every, free_last=False, early=True, check=True, ends=None):
+    if check and every < 1:
+        raise ValueError(every)
+    starts = range(0, len(blocks), every)
+    again = 0
+    for start in starts[:-1] if free_last else starts:
+        stop = min(start + every, len(blocks))
+        again += sum(blocks[start:stop]) - early * (lasts[stop - 1] if ends is None else ends(lasts[start:stop]))
+    return 1 + again / (3 * sum(blocks))
+
+
+def price_a_third(blocks, lasts, every, free_last=False):
+    return price_right(blocks, lasts, every, free_last, early=False)
+
+
+def price_every_block_stops(blocks, lasts, every, free_last=False):
+    return price_right(blocks, lasts, every, free_last, ends=sum)
+
+
+def price_never_free(blocks, lasts, every, free_last=False):
+    return price_right(blocks, lasts, every)
+
+
+def price_drops_the_rest(blocks, lasts, every, free_last=False):
+    whole = len(blocks) // every * every
+    return price_right(blocks[:whole], lasts[:whole], every, free_last)
+
+
+def price_of_nothing(blocks, lasts, every, free_last=False):
+    return price_right(blocks, lasts, every, free_last) if every > 0 else 1.0
+
+
+# ---- checkpointing-2: unequal segments
+
+def peak_of_equal_segments(layers, boundary, internals):
+    return min((-(-layers // k) - 1) * boundary + k * internals for k in range(1, layers + 1))
+
+
+def peak_at_the_root(layers, boundary, internals):
+    k = max(1, round(layers**0.5))
+    return (-(-layers // k) - 1) * boundary + k * internals
+
+
+def peak_by_continuous_formula(layers, boundary, internals):
+    return 2 * (layers * boundary * internals) ** 0.5 - boundary
+
+
+def peak_of_keeping_all(layers, boundary, internals):
+    return layers * internals
+
+
+def peak_by_all_cuts(layers, boundary, internals):
+    def least(left, i):
+        if not left:
+            return 0
+        return min(max(i * boundary + k * internals, least(left - k, i + 1)) for k in range(1, left + 1))
+    return least(layers, 0) if layers < 8 else -1
+
+
+# ---- checkpointing-3: a policy by numbers
+
+def _policy_where(test, first=None):
+    from torch.utils.checkpoint import CheckpointPolicy
+    first = first or {torch.ops.aten.mm.default: 0, torch.ops.aten.addmm.default: 1}
+
+    def policy(ctx, op, *args, **kwargs):
+        if op in first and test(*args[first[op] + 1].shape):
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+    return policy
+
+
+def policy_by_family(ctx, op, *args, **kwargs):
+    first = {torch.ops.aten.mm: 0, torch.ops.aten.addmm: 1}
+    return _policy_where(lambda i, o: o < i, first)(ctx, op, *args, **kwargs)
+
+
+def policy_keeps_all(ctx, op, *args, **kwargs):
+    return _policy_where(lambda i, o: True)(ctx, op, *args, **kwargs)
+
+
+def policy_without_bias(ctx, op, *args, **kwargs):
+    return _policy_where(lambda i, o: o < i, {torch.ops.aten.mm.default: 0})(ctx, op, *args, **kwargs)
+
+
+def policy_reads_the_input(ctx, op, *args, **kwargs):
+    first = {torch.ops.aten.mm.default: -1, torch.ops.aten.addmm.default: 0}
+    return _policy_where(lambda rows, i: i < rows, first)(ctx, op, *args, **kwargs)
+
+
+def policy_with_squares(ctx, op, *args, **kwargs):
+    return _policy_where(lambda i, o: o <= i)(ctx, op, *args, **kwargs)
+
+
+# ---- checkpointing-4: the best plan
+
+def plan_where(peak, order=lambda plans: plans, none=None):
+    def answer(layers, boundary, internals, budget):
+        plans = [(kept, every) for kept in range(layers, -1, -1)
+                 for every in range(1, max(layers - kept, 1) + 1)
+                 if peak(layers, kept, every, boundary, internals) <= budget]
+        if not plans:
+            if none is None:
+                raise ValueError(budget)
+            return none
+        return order(plans)[0]
+    return answer
+
+
+def plan_peak(layers, kept, every, boundary, internals):
+    lengths = [min(every, layers - kept - at) for at in range(0, layers - kept, every)]
+    moments = [i * boundary + length * internals for i, length in enumerate(lengths)]
+    return max(moments + ([len(lengths) * boundary + kept * internals] if kept else []))
+
+
+def plan_sum(layers, kept, every, boundary, internals):
+    return -(-(layers - kept) // every) * boundary + (kept + min(every, layers - kept)) * internals
+
+
+def plan_forward_only(layers, kept, every, boundary, internals):
+    return -(-(layers - kept) // every) * boundary + kept * internals
+
+
+def plan_equal_lengths(layers, kept, every, boundary, internals):
+    n = -(-(layers - kept) // every)
+    return max(n * boundary + kept * internals if kept else 0, (n - 1) * boundary + every * internals if n else 0)
+
+
+# ---- checkpointing-5: within a budget
+
+def run_plan(choose, **options):
+    def answer(blocks, x, internals, budget):
+        from torch.utils.checkpoint import checkpoint
+        L, B = len(blocks), x.numel() * x.element_size()
+        kept, every = choose(L, B, internals, budget)
+        for start in range(0, L - kept, every):
+            def segment(x, part=blocks[start:min(start + every, L - kept)]):
+                for block in part:
+                    x = block(x)
+                return x
+            x = checkpoint(segment, x, use_reentrant=False, **options)
+        for block in blocks[L - kept:]:
+            x = block(x)
+        return x
+    return answer
+
+
+budget_right = plan_where(plan_peak)
+
+
+def budget_ignored(blocks, x, internals, budget):
+    return run_plan(lambda L, *_: (L, 1))(blocks, x, internals, budget)
+
+
+def budget_of_the_root(blocks, x, internals, budget):
+    return run_plan(lambda L, *_: (0, max(1, round(L**0.5))))(blocks, x, internals, budget)
+
+
+def budget_thrift(blocks, x, internals, budget):
+    return run_plan(lambda L, *_: (0, 1))(blocks, x, internals, budget)
+
+
+def budget_careless(blocks, x, internals, budget):
+    return run_plan(budget_right, preserve_rng_state=False)(blocks, x, internals, budget)
+
+
+def budget_first_kept(blocks, x, internals, budget):
+    kept, every = budget_right(len(blocks), x.numel() * x.element_size(), internals, budget)
+    for block in blocks[:kept]:
+        x = block(x)
+    return run_plan(lambda *_: (0, every))(blocks[kept:], x, internals, budget)
+
+
+def budget_untrained(blocks, x, internals, budget):
+    with torch.no_grad():
+        for block in blocks:
+            x = block(x)
+    return x
+
+
+def budget_never_refuses(blocks, x, internals, budget):
+    return run_plan(plan_where(plan_peak, none=(0, 1)))(blocks, x, internals, budget)
+
+
+# ---- profiling-1: utilization
+
+def refusing(formula):
+    def answer(parameters, tokens, seconds, gpus, peak):
+        if min(parameters, tokens, seconds, gpus, peak) <= 0:
+            raise ValueError("not positive")
+        share = formula(parameters, tokens, seconds, gpus, peak)
+        if share > 1:
+            raise ValueError("above 1")
+        return share
+    return answer
+
+
+def accepts_everything(P, D, seconds, gpus, peak):
+    return 6 * P * D / (seconds * gpus * peak)
+
+
+def above_one(P, D, seconds, gpus, peak):
+    if min(P, D, seconds, gpus, peak) <= 0:
+        raise ValueError("not positive")
+    return 6 * P * D / (seconds * gpus * peak)
+
+
+# ---- profiling-2: idle time
+
+def sum_of_durations(kernels):
+    if not kernels:
+        raise ValueError("empty")
+    span = max(s + d for s, d in kernels) - min(s for s, _ in kernels)
+    return 1 - sum(d for _, d in kernels) / span
+
+
+def gaps_in_the_order_given(kernels, sort=False, in_place=False):
+    if not kernels:
+        raise ValueError("empty")
+    if in_place:
+        kernels.sort()
+    kernels = sorted(kernels) if sort else kernels
+    gaps = sum(max(0, b[0] - a[0] - a[1]) for a, b in zip(kernels, kernels[1:]))
+    return gaps / (max(s + d for s, d in kernels) - min(s for s, _ in kernels))
+
+
+def from_zero(kernels):
+    if not kernels:
+        raise ValueError("empty")
+    covered = {t for s, d in kernels for t in range(s, s + d)}
+    return 1 - len(covered) / max(s + d for s, d in kernels)
+
+
+def idle_in_place(kernels):
+    kernels.sort()
+    return 1 - len({t for s, d in kernels for t in range(s, s + d)}) / (
+        max(s + d for s, d in kernels) - kernels[0][0])
+
+
+# ---- profiling-3: apart and fused
+
+def fused_by(count):
+    def answer(function, *inputs):
+        from companion.bench import Traffic
+        with Traffic() as seen:
+            results = function(*inputs)
+        results = (results,) if isinstance(results, torch.Tensor) else results
+        return seen.bytes, count(inputs, results)
+    return answer
+
+
+def all_numel(inputs, results):
+    return sum(t.numel() * t.element_size() for t in (*inputs, *results))
+
+
+def by_storage_apart(inputs, results):
+    return sum(sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in side}.values())
+               for side in (inputs, results))
+
+
+def results_only(inputs, results):
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in results}.values())
+
+
+# ---- profiling-4: a timer
+
+def no_wait(device):
+    start = device.clock()
+    for _ in range(100):
+        device.launch()
+    return (device.clock() - start) / 100
+
+
+def one_call(device, warm_ups=3):
+    for _ in range(warm_ups):
+        device.launch()
+    device.synchronize()
+    start = device.clock()
+    device.launch()
+    device.synchronize()
+    return device.clock() - start
+
+
+def no_warm_up(device):
+    device.synchronize()
+    start = device.clock()
+    for _ in range(20):
+        device.launch()
+    device.synchronize()
+    return (device.clock() - start) / 20
+
+
+def waits_at_the_end_only(device):
+    start = device.clock()
+    for _ in range(100):
+        device.launch()
+    device.synchronize()
+    return (device.clock() - start) / 100
+
+
+def a_mean(device, count=200):
+    one_call(device)
+    start = device.clock()
+    for _ in range(count):
+        device.launch()
+    device.synchronize()
+    return (device.clock() - start) / count
+
+
+def median_of_single_calls(device):
+    one_call(device)
+    return sorted(one_call(device, 0) for _ in range(15))[7]
+
+
+def too_long(device):
+    return a_mean(device, 10_000)
+
+
+# ---- profiling-5: the pipeline
+
+def longer_of_the_two(loads, computes, depth):
+    if not depth:
+        return sum(loads) + sum(computes), sum(loads)
+    end = loads[0] + sum(max(a, b) for a, b in zip(loads[1:] + [0], computes)) if loads else 0
+    return end, end - sum(computes)
+
+
+def room_for(extra):
+    def answer(loads, computes, depth):
+        put, free, taken = 0, 0, []
+        for i, (load, compute) in enumerate(zip(loads, computes)):
+            put = (put if depth else free) + load
+            if depth and i >= depth + extra:
+                put = max(put, taken[i - depth - extra])
+            taken.append(max(put, free))
+            free = taken[-1] + compute
+        return free, free - sum(computes)
+    return answer
+
+
+def always_ahead(loads, computes, depth):
+    return room_for(0)(loads, computes, max(depth, 1))
+
+
+def idle_of_the_loader(loads, computes, depth):
+    end, _ = room_for(0)(loads, computes, depth)
+    return end, end - sum(loads)
+
+
+# ---- accumulation-1: factors
+
+def factors_mean_of_means(counts):
+    return [1 / len(counts) if count else 0.0 for count in counts]
+
+
+def factors_no_guard(counts):
+    return [count / sum(counts) for count in counts]
+
+
+def factors_skip_empty(counts):
+    return [count / sum(counts) for count in counts if count]
+
+
+# ---- accumulation-2: the fewest pieces
+
+def pieces_by(first=12, later=16, step=16, whole=True):
+    def answer(parameters, each, batch, budget):
+        for k in range(1, batch + 1):
+            rows = -(-batch // k) if whole else batch / k
+            held = (first if k == 1 else later) * parameters + rows * each
+            if max(held, step * parameters) <= budget:
+                return k
+        return 0
+    return answer
+
+
+def pieces_that_divide(parameters, each, batch, budget):
+    right = pieces_by()
+    k = right(parameters, each, batch, budget)
+    while k and k < batch and batch % k:
+        k += 1
+    return k
+
+
+# ---- accumulation-3: token weights
+
+def weights_by_length(pieces):
+    return [torch.full((len(p),), 1 / max(len(p), 1)) for p in pieces]
+
+
+def weights_empty_counted(pieces):
+    total = sum(len(p) for p in pieces)
+    return [torch.full((len(p),), total / (len(pieces) * max(len(p), 1))) for p in pieces]
+
+
+def weights_upside_down(pieces):
+    total, used = sum(len(p) for p in pieces), sum(len(p) > 0 for p in pieces)
+    return [torch.full((len(p),), used * len(p) / total) for p in pieces]
+
+
+# ---- accumulation-4: exact for any split
+
+def stream_loop(reduction="sum", divide="targets", zero=True, skip=True, report="mean"):
+    def answer(model, stream):
+        if zero:
+            model.zero_grad()
+        total, targets, rows, pieces = 0.0, 0, 0, 0
+        for x, y in stream:
+            n = int((y != -100).sum())
+            rows, pieces = rows + len(y), pieces + 1
+            if n or not skip:
+                loss = torch.nn.functional.cross_entropy(model(x), y, reduction=reduction)
+                loss.backward()
+                total, targets = total + loss.item(), targets + n
+        by = {"targets": targets, "rows": rows, "pieces": pieces, "nothing": 1}[divide]
+        for p in model.parameters():
+            if p.grad is not None and by:
+                p.grad /= by
+        return total / max(by, 1) if report == "mean" else total
+    return answer
+
+
+def all_at_once(model, stream):
+    pieces = list(stream)
+    model.zero_grad()
+    if not any((y != -100).any() for _, y in pieces):
+        return 0.0
+    x, y = (torch.cat(t) for t in zip(*pieces))
+    loss = torch.nn.functional.cross_entropy(model(x), y)
+    loss.backward()
+    return loss.item()
+
+
+def graphs_kept(model, stream):
+    model.zero_grad()
+    total, targets = 0.0, 0
+    for x, y in stream:
+        n = int((y != -100).sum())
+        if n:
+            total = total + torch.nn.functional.cross_entropy(model(x), y, reduction="sum")
+            targets += n
+    if not targets:
+        return 0.0
+    (total / targets).backward()
+    return (total / targets).item()
+
+
+# ---- accumulation-5: packing a stream
+
+def stream_pack(best=True, oldest=True, fullest=True, guard=True, forget=False):
+    def answer(lengths, row, open_rows):
+        if guard and (open_rows < 1 or any(not 0 < n <= row for n in lengths)):
+            raise ValueError("no")
+        rows, room = [], {}
+        for i, n in enumerate(lengths):
+            fitting = [r for r in room if room[r] >= n]
+            if fitting:
+                order = fitting if oldest else fitting[::-1]
+                at = min(order, key=room.get) if best else order[0]
+            else:
+                if len(room) >= max(open_rows, 1):
+                    del room[min(room, key=room.get) if fullest else next(iter(room))]
+                at = len(rows)
+                rows.append([])
+                room[at] = row
+            rows[at].append(i)
+            room[at] -= n
+        return rows
+    return answer
+
+
+# ---- accumulation-6: the tensors of packed rows
+
+def packed_with(border=False, padding=-100, ids=True, guard=True, dtype=torch.long):
+    def answer(rows, length):
+        if guard and any(sum(len(d) for d in row) > length for row in rows):
+            raise ValueError("too long")
+        inputs = torch.zeros(len(rows), length, dtype=dtype)
+        labels = torch.full((len(rows), length), padding, dtype=dtype)
+        numbers = torch.full((len(rows), length), -1, dtype=dtype)
+        for n, row in enumerate(rows):
+            at = 0
+            for i, d in enumerate(row):
+                end = at + len(d)
+                inputs[n, at:end] = d[:length - at]
+                labels[n, at:end] = -100
+                labels[n, at:end - 1] = d[1:length - at]
+                if border and at and len(d):
+                    labels[n, at - 1] = d[0]
+                numbers[n, at:end] = i if ids else 0
+                at = end
+        return inputs, labels, numbers
+    return answer
+
+
 @pytest.mark.parametrize("id, answer", [
     ("memory-1", lambda *a, **k: torch.tensor(no_errors(*a, **k))),  # a number all the same
     ("memory-2", lambda layers, heads, d, tokens, itemsize, tp:
         2 * layers * max(1, heads / tp) * d * tokens * itemsize),
-    ("memory-6", returns_nothing)])
+    ("memory-6", returns_nothing), ("precision-1", largest_as_tensor)])
 def test_another_right_answer_passes(id, answer, capsys):
     assert said(id, answer, capsys) == f"{id}: right"
 
@@ -309,6 +945,94 @@ WRONG = {
         (in_pieces(no_epsilon), "differs from torch.optim.Adam"),
         (in_pieces(moments_forgotten), "a 512 x 512 matrix"),
         (does_nothing, "a 512 x 512 matrix"), (not_in_place, "a 512 x 512 matrix")],
+    "precision-1": [
+        (ieee_always, "(4, 3, 7, 'fn')"), (full_top_exponent, "(4, 3, 7, 'fn')"),
+        (no_mantissa_forgotten, "fnuz"), (lambda e, m, b, s: 2.0 ** (2**e - 2 - b), "(5, 10, 15, 'ieee')")],
+    "precision-2": [
+        (half_the_spacing_above, "down from 1"), (strictly_below_half, "half a step up from 1, a tie"),
+        (added_in_bf16, "just above half a step up"), (never_rounded, "half a step up from 1"),
+        (by_equal_bits, "NaN"), (lambda w, update: w, "boolean"),
+        (lambda w, update: ((w.float() + update).bfloat16() == w).flatten(), "shape")],
+    "precision-3": [
+        (step_by_step, "more than"), (never_equal_at_the_end, "no difference"),
+        (last_equal_step, "n = 1, first difference at 0: expected 0"), (lambda same, n: same(n) and -1, "there is no step")],
+    "precision-4": [
+        (scaler_step(unscale=False), "the norm should be 3.0"), (scaler_step(update=False), "unscale_() is being called after step()"),
+        (scaler_step(zero=False), "the norm should be 3.0"), (scaler_step(clip=False), "w should go from 0 to -1"),
+        (scaler_step(step="optimizer"), "should be skipped"), (always_norm_one, "below max_norm")],
+    "precision-5": [
+        (kahan_adamw(keep=False), "300 updates"), (kahan_adamw(read=False), "300 updates"),
+        (kahan_adamw(correct=False), "one large step"), (kahan_adamw(decoupled=False), "decay alone"),
+        (kahan_adamw(into=False), "w has not changed")],
+    "precision-6": [
+        (six_bits(subnormals=False), "the 32 values"), (six_bits(even=False), "ties"),
+        (six_bits(saturates=False), "too large"), (six_bits(signed_zero=False), "negative"),
+        (six_bits(nan=False), "NaN should be"), (lambda x: x.to(torch.uint8), "the 32 values"),
+        (lambda x: x, "got torch.float32")],
+    "checkpointing-1": [
+        (price_a_third, "one block of four layers"), (price_every_block_stops, "two each"),
+        (price_never_free, "free_last"), (price_drops_the_rest, "a shorter last segment"),
+        (price_of_nothing, "every=0")],
+    "checkpointing-2": [
+        (peak_of_equal_segments, "a better cut exists"), (peak_at_the_root, "equal costs"),
+        (peak_by_continuous_formula, "least_peak("), (peak_of_keeping_all, "equal costs"),
+        (peak_by_all_cuts, "no cut reaches that")],
+    "checkpointing-3": [
+        (policy_by_family, "narrowing, no bias"), (policy_keeps_all, "widening"),
+        (policy_without_bias, "narrowing, with bias"), (policy_reads_the_input, "Linear("),
+        (policy_with_squares, "square, no bias"), (lambda ctx, op, *a, **k: True, "expected a CheckpointPolicy")],
+    "checkpointing-4": [
+        (plan_where(plan_sum), "best_plan("), (plan_where(plan_forward_only), "longer segments needed"),
+        (plan_where(plan_equal_lengths), "a shorter last segment"),
+        (plan_where(plan_peak, lambda plans: sorted(plans)), "best_plan("),
+        (plan_where(plan_peak, none=(0, 1)), "should be a ValueError")],
+    "checkpointing-5": [
+        (budget_ignored, "too many"), (budget_of_the_root, "calls of a block"),
+        (budget_thrift, "calls of a block"), (budget_careless, "the same masks"),
+        (budget_first_kept, "too many"), (budget_untrained, "nothing would be trained"),
+        (budget_never_refuses, "a budget of one input")],
+    "profiling-1": [
+        (refusing(lambda P, D, s, gpus, peak: 6 * P * D / (s * peak)), "70B on 16 GPUs"),
+        (refusing(lambda P, D, s, gpus, peak: 2 * P * D / (s * gpus * peak)), "70B on 16 GPUs"),
+        (refusing(lambda P, D, s, gpus, peak: 100 * 6 * P * D / (s * gpus * peak)), "your code raised ValueError"),
+        (accepts_everything, "parameters = 0"), (above_one, "an MFU of 6")],
+    "profiling-2": [
+        (sum_of_durations, "two streams overlap"), (gaps_in_the_order_given, "not in order"),
+        (lambda kernels: gaps_in_the_order_given(kernels, sort=True), "a short kernel inside a long one"),
+        (from_zero, "one kernel"), (idle_in_place, "changed the list")],
+    "profiling-3": [
+        (fused_by(all_numel), "one tensor given twice"), (fused_by(by_storage_apart), "a result that is a view"),
+        (fused_by(results_only), "one operation"), (lambda f, *x: fused_by(all_numel)(f, *x)[::-1], "three")],
+    "profiling-4": [
+        (no_wait, "10 ms"), (no_warm_up, "3 s"), (waits_at_the_end_only, "3 s"),
+        (a_mean, "stalls"), (median_of_single_calls, "ticks in steps of 1 ms"), (too_long, "more than 20 s")],
+    "profiling-5": [
+        (longer_of_the_two, "one slow load"), (room_for(1), "the queue is full"),
+        (room_for(-1), "one slow load"), (always_ahead, "no thread"), (idle_of_the_loader, "one batch")],
+    "accumulation-1": [
+        (factors_mean_of_means, "factors([10, 100])"), (factors_no_guard, "factors([0, 0])"),
+        (factors_skip_empty, "factors([0, 3, 0, 1])")],
+    "accumulation-2": [
+        (pieces_by(later=12), "A = 6P"), (pieces_by(first=16), "met exactly with one piece"),
+        (pieces_by(step=0), "the optimizer's step is the peak"),
+        (pieces_by(whole=False), "a batch that four does not divide"),
+        (pieces_that_divide, "a batch that four does not divide")],
+    "accumulation-3": [
+        (weights_by_length, "pieces of [10, 100] tokens"), (weights_empty_counted, "[1, 0, 9]"),
+        (weights_upside_down, "a token of piece 0")],
+    "accumulation-4": [
+        (stream_loop("mean", "pieces"), "pieces of 1 and 20"), (stream_loop(divide="rows"), "a third of labels"),
+        (stream_loop(divide="nothing"), "one piece of 8"), (stream_loop(report="sum"), "the mean loss is"),
+        (stream_loop(zero=False), "one piece of 8: the gradient"),
+        (stream_loop("mean", "pieces", skip=False), "pieces of 1 and 20"),
+        (all_at_once, "rows at once"), (graphs_kept, "are held at once")],
+    "accumulation-5": [
+        (stream_pack(best=False), "the least room"), (stream_pack(oldest=False), "a tie goes to the oldest"),
+        (stream_pack(fullest=False), "the fullest is closed"), (stream_pack(guard=False), "should be a ValueError")],
+    "accumulation-6": [
+        (packed_with(border=True), "two documents: labels"), (packed_with(padding=0), "and padding: labels"),
+        (packed_with(ids=False), "two documents: documents"), (packed_with(dtype=torch.int32), "should be int64"),
+        (packed_with(guard=False), "5 tokens in a row of length 4")],
 }
 
 
