@@ -32,6 +32,15 @@ def name_folded_cells(app, doctree):
         cell["prompt_show"], cell["prompt_hide"] = f"Show {what}", f"Hide {what}"
 
 
+def say_what_never_ran(app, doctree):
+    """A GPU cell that never ran says so, instead of looking as if it printed nothing."""
+    for cell in _cells(doctree):
+        if "tag_needs-gpu" in cell["classes"] and cell.get("exec_count") is None:
+            note = nodes.paragraph("", "", nodes.emphasis("", "This cell has not run on a GPU yet."))
+            note["classes"].append("never-run")
+            cell += note
+
+
 def add_claim_ids(app, doctree):
     """Put ``claim-<id>`` on the container of the cell that checks the claim."""
     cells = _cells(doctree)
@@ -77,6 +86,7 @@ def setup(app):
     app.connect("config-inited", only_own_scripts)
     app.connect("doctree-read", add_claim_ids)
     app.connect("doctree-read", name_folded_cells)
+    app.connect("doctree-read", say_what_never_ran)
     app.connect("html-page-context", mark_page)
     app.connect("html-page-context", lighter, priority=900)
     return {"version": "1", "env_version": zlib.crc32(Path(__file__).read_bytes()),  # rebuild all

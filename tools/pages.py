@@ -360,7 +360,8 @@ def references_page(references):
 
 def pages(root):
     """Page name -> its text. Raises Refused for input that a person must mend."""
-    notebooks, claims = chapters(root), claim_rows(root)
+    notebooks = chapters(root)
+    claims = [row for row in claim_rows(root) if row["chapter"] in notebooks]  # of what can be read
     where = cells_of_claims(notebooks)
     intro = root / "intro.md"
     front = intro.is_file() and "_generated/thesis.md" in intro.read_text(encoding="utf-8")
