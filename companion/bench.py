@@ -32,6 +32,7 @@ CPU_CACHE = 64 * 2**20  # bytes; a core's share of the last-level cache is rarel
 WARM_UPS = 3
 FEWEST, MOST = 5, 1000  # timed blocks
 SHORTEST = 1e-4         # seconds of a block on a CPU: far above what reading the clock costs
+RTX_CLOCK = 1.15        # RTX cards run above the clock for which their data sheets give a peak
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Timing:
 
     @property
     def spread(self):
-        """(high - low) / seconds: a difference smaller than this is no difference."""
+        """(high - low) / seconds: a smaller difference must recur in turns to be believed."""
         return (self.high - self.low) / self.seconds
 
 
@@ -67,7 +68,8 @@ def timed(function, inputs=((),), *, device=None, seconds=0.3, flush=None, graph
     has it.
 
     Raises ValueError for what cannot be timed (no function, a generator, a future nobody
-    waited for), for a rate above the peak, and for a graph without a GPU.
+    waited for, tensors that are neither on CUDA nor on the CPU), for a rate above the peak,
+    and for a graph without a GPU.
     """
     _require_function(function)
     inputs = _argument_tuples(inputs)
@@ -269,8 +271,11 @@ def _require_result(function, result):
 
 
 def _device_of(inputs, result):
-    """The first CUDA device among the tensors, else the CPU."""
+    """The first CUDA device among the tensors, else the CPU; no others can be waited for."""
     places = [t.device for t in _tensors((inputs, result))]
+    for place in places:
+        if place.type not in ("cpu", "cuda"):
+            raise ValueError(f"timed: cannot wait for a tensor on {place}, only on cuda or cpu")
     return next((place for place in places if place.type == "cuda"), torch.device("cpu"))
 
 
@@ -371,5 +376,6 @@ def _limits(device, format, peak, bandwidth):
         row = gpu(torch.cuda.get_device_name(device))
     except ValueError:
         return peak, bandwidth
-    fastest = max(row.peak(f) for f in row.formats())
-    return (peak or (row.peak(format) if format else fastest)), bandwidth or row.hbm_bytes_per_s
+    fastest = row.peak(format) if format else max(row.peak(f) for f in row.formats())
+    clock = RTX_CLOCK if row.name.startswith("RTX") else 1
+    return peak or clock * fastest, bandwidth or row.hbm_bytes_per_s

@@ -1,6 +1,5 @@
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-for folder in (ROOT / "tools", ROOT):
-    sys.path.insert(0, str(folder))
+for folder in ("tools", "."):  # the tools' modules and the package, of this checkout
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / folder))

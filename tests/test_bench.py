@@ -98,6 +98,14 @@ def test_wrong_inputs_are_named(inputs):
         timed(lambda *a: None, inputs)
 
 
+def test_a_device_that_cannot_be_waited_for_is_refused():
+    x = torch.ones(2, device="meta")
+    with pytest.raises(ValueError, match="cannot wait for a tensor on meta"):
+        timed(lambda: x + 1)
+    with pytest.raises(ValueError, match="cannot wait for a tensor on meta"):
+        timed(lambda x: None, [(x,)])
+
+
 @pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf")])
 def test_a_time_limit_must_be_positive(seconds):
     with pytest.raises(ValueError, match="must be positive"):
@@ -355,6 +363,15 @@ def test_a_gpu_without_a_row_has_no_peak(fake, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Unknown 9000")
     fake.kernel = fake.l2 = 1e-9
     assert timed(fake.call, device="cuda", flops=WORK).seconds > 0
+
+
+def test_an_rtx_card_may_clock_above_its_data_sheet(fake, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "GeForce RTX 4090")
+    fake.kernel = fake.l2 = WORK / 175e12  # its data sheet has 165.2
+    assert timed(fake.call, device="cuda", flops=WORK, format="fp16").seconds > 0
+    fake.kernel = fake.l2 = WORK / 195e12
+    with pytest.raises(ValueError, match="above the peak"):
+        timed(fake.call, device="cuda", flops=WORK, format="fp16")
 
 
 # Each breaks the timer once: were the test blind to it, the timer could lose that part unseen.

@@ -18,7 +18,7 @@ import venv
 import pytest
 
 import sync
-from conftest import ROOT
+from notebooks import ROOT
 from notebooks import CHAPTERS, chapter_names, code_cells, is_gpu
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 
 from companion import datasets, fetch, memory, pretrained
-from conftest import ROOT
+from notebooks import ROOT
 
 CONTENT = {"a.gz": b"first" * 1000, "b.gz": b"second" * 1000}
 PACKED = {file: gzip.compress(content) for file, content in CONTENT.items()}

@@ -565,6 +565,11 @@ def budget_ignored(blocks, x, internals, budget):
     return run_plan(lambda L, *_: (L, 1))(blocks, x, internals, budget)
 
 
+def budget_off_by_one(blocks, x, internals, budget):
+    return run_plan(lambda L, B, I, most: budget_right(L, B, I, most + 1))(
+        blocks, x, internals, budget)
+
+
 def budget_of_the_root(blocks, x, internals, budget):
     return run_plan(lambda L, *_: (0, max(1, round(L**0.5))))(blocks, x, internals, budget)
 
@@ -858,6 +863,10 @@ def graphs_kept(model, stream):
     return (total / targets).item()
 
 
+def graphs_kept_from_a_list(model, stream):
+    return graphs_kept(model, list(stream))  # the stream is over before the first forward pass
+
+
 # ---- accumulation-5: packing a stream
 
 def stream_pack(best=True, oldest=True, fullest=True, guard=True, forget=False):
@@ -987,7 +996,8 @@ WRONG = {
         (plan_where(plan_peak, lambda plans: sorted(plans)), "best_plan("),
         (plan_where(plan_peak, none=(0, 1)), "should be a ValueError")],
     "checkpointing-5": [
-        (budget_ignored, "too many"), (budget_of_the_root, "calls of a block"),
+        (budget_ignored, "too many"), (budget_off_by_one, "one byte less"),
+        (budget_of_the_root, "calls of a block"),
         (budget_thrift, "calls of a block"), (budget_careless, "the same masks"),
         (budget_first_kept, "too many"), (budget_untrained, "nothing would be trained"),
         (budget_never_refuses, "a budget of one input")],
@@ -1025,7 +1035,8 @@ WRONG = {
         (stream_loop(divide="nothing"), "one piece of 8"), (stream_loop(report="sum"), "the mean loss is"),
         (stream_loop(zero=False), "one piece of 8: the gradient"),
         (stream_loop("mean", "pieces", skip=False), "pieces of 1 and 20"),
-        (all_at_once, "rows at once"), (graphs_kept, "are held at once")],
+        (all_at_once, "rows at once"), (graphs_kept, "are held at once"),
+        (graphs_kept_from_a_list, "are held at once")],
     "accumulation-5": [
         (stream_pack(best=False), "the least room"), (stream_pack(oldest=False), "a tie goes to the oldest"),
         (stream_pack(fullest=False), "the fullest is closed"), (stream_pack(guard=False), "should be a ValueError")],

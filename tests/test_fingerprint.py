@@ -8,7 +8,7 @@ import nbformat
 import pytest
 
 import fingerprint as fp
-from conftest import ROOT
+from notebooks import ROOT
 
 
 def notebook(*sources, tags=()):

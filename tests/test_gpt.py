@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from companion import corpus, gpt
-from conftest import ROOT
+from notebooks import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 LEDGER = json.loads((ROOT / "benchmarks/results/decoder.json").read_text())["results"]

@@ -13,7 +13,7 @@ from IPython.core.interactiveshell import InteractiveShell
 
 import companion
 from companion import device, exercise, magics, report
-from conftest import ROOT
+from notebooks import ROOT
 
 
 def python(code, **environment):

@@ -9,7 +9,7 @@ from collections import namedtuple
 import pytest
 
 import setup_env
-from conftest import ROOT
+from notebooks import ROOT
 
 Usage = namedtuple("Usage", "total used free")
 

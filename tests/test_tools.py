@@ -10,7 +10,7 @@ import time
 import nbformat
 import pytest
 
-from conftest import ROOT
+from notebooks import ROOT
 from test_rules import HEADER
 
 GOOD = """

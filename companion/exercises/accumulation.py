@@ -98,6 +98,7 @@ def _watched_model(torch):
             model.graphs.append(weakref.ref(ctx.token))
             model.used.append(False)
             ctx.number = len(model.used) - 1
+            model.held = max(model.held, model.waiting())
             return x.clone()
 
         @staticmethod
@@ -112,7 +113,7 @@ def _watched_model(torch):
             self.body = torch.nn.Sequential(torch.nn.Linear(6, 12), torch.nn.GELU(),
                                             torch.nn.Linear(12, 5)).double()
             self.frozen = torch.nn.Parameter(torch.ones(5).double(), requires_grad=False)
-            self.graphs, self.used, self.largest = [], [], 0
+            self.graphs, self.used, self.largest, self.held = [], [], 0, 0
 
         def forward(self, x):
             self.largest = max(self.largest, len(x))
@@ -170,13 +171,9 @@ def _accumulate_stream(answer):
         for p in model.body.parameters():
             p.grad = torch.full_like(p, 7.0)  # left over
 
-        def stream(model=model, pieces=pieces, name=name):
-            for x, y in pieces:
-                if model.waiting() > 1:
-                    raise Wrong(f"{name}: the graphs of {model.waiting()} pieces are held at once")
-                yield x, y
-
-        got = _run(name, answer, model, stream())
+        got = _run(name, answer, model, (piece for piece in pieces))
+        if model.held > 1:
+            raise Wrong(f"{name}: the graphs of {model.held} pieces are held at once")
         if isinstance(got, torch.Tensor) and got.numel() == 1:
             got = got.item()
         if isinstance(got, bool) or not isinstance(got, (int, float)):
