@@ -100,6 +100,7 @@ def test_search_finds_the_chapter(chapter, visit):
         v.page.keyboard.press("Enter")
         result = v.page.locator(f"#search-results a[href*='{chapter}.html']").first
         result.wait_for()
+        v.page.wait_for_load_state("networkidle")  # it fetches a few lines of each page it found
         result.click()
         v.page.wait_for_url(f"**/{chapter}.html*")
         clean(checks.loading(v))
