@@ -15,7 +15,7 @@ GPU = $(if $(wildcard $(BUNDLE)),PYTHONPATH=$(CURDIR)/build/gpu-site $(PYTHON),$
 SETUP = $(PYTHON) tools/setup_env.py
 NEWEST_FLAG = $(if $(NEWEST),--newest)
 .DEFAULT_GOAL = help
-.PHONY: help book test test-gpu execute execute-gpu sync check bench-gpu gpu-bundle gpu-ready \
+.PHONY: help book test test-gpu execute execute-gpu sync check gpu-bundle gpu-ready \
         record status serve repository pins clean env-book env-test test-oldest env-oldest
 
 help:            ## this list

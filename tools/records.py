@@ -4,6 +4,7 @@ A run writes to build/records. `make record` moves those into chapters/records, 
 is committed; the status page and `make status` read both and take the newer one.
 """
 import json
+import os
 import platform
 import sys
 from datetime import datetime, timezone
@@ -37,7 +38,6 @@ def device(runner):
         model = next(line.split(":")[1].strip() for line in text.splitlines() if line.startswith("model name"))
     except (OSError, StopIteration):
         model = platform.machine()
-    import os
     return f"{model}, {os.cpu_count()} cores"
 
 

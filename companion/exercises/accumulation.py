@@ -3,17 +3,8 @@ import bisect
 import math
 import random
 
-from ..exercise import Wrong, _NotAttempted
-
-
-def _run(what, answer, *arguments):
-    """answer(...); what it raises names the input."""
-    try:
-        return answer(*arguments)
-    except (Wrong, _NotAttempted):
-        raise
-    except Exception as error:
-        raise Wrong(f"{what}: your code raised {type(error).__name__}: {error}") from error
+from ..exercise import Wrong
+from ..grading import run
 
 
 def _refuses(what, answer, *arguments):
@@ -31,7 +22,7 @@ def _factors(answer):
     for counts in cases:
         want = [c / max(sum(counts), 1) for c in counts]
         call = f"factors({counts})"
-        got = _run(call, answer, list(counts))
+        got = run(call, answer, list(counts))
         try:
             got = [float(x) for x in got]
         except (TypeError, ValueError):
@@ -63,7 +54,7 @@ def _fewest_pieces(answer):
         "the states do not fit": (1000, 1, 2, 15_000),
     }
     for name, case in cases.items():
-        got, want = _run(f"{name}, fewest_pieces{case}", answer, *case), _fewest(*case)
+        got, want = run(f"{name}, fewest_pieces{case}", answer, *case), _fewest(*case)
         if isinstance(got, bool) or got != want:
             raise Wrong(f"{name}, fewest_pieces{case}: expected {want}, got {got!r}")
 
@@ -72,7 +63,7 @@ def _token_weights(answer):
     import torch
     for sizes in [10, 100], [5, 5, 5], [1, 0, 9], [0, 0, 4], [3], [2, 7, 0, 31]:
         used, total = sum(n > 0 for n in sizes), sum(sizes)
-        got = _run(f"pieces of {sizes} tokens", answer, [torch.arange(float(n)) for n in sizes])
+        got = run(f"pieces of {sizes} tokens", answer, [torch.arange(float(n)) for n in sizes])
         try:
             got = [torch.as_tensor(g) for g in got]
         except (TypeError, ValueError, RuntimeError):
@@ -171,7 +162,7 @@ def _accumulate_stream(answer):
         for p in model.body.parameters():
             p.grad = torch.full_like(p, 7.0)  # left over
 
-        got = _run(name, answer, model, (piece for piece in pieces))
+        got = run(name, answer, model, (piece for piece in pieces))
         if model.held > 1:
             raise Wrong(f"{name}: the graphs of {model.held} pieces are held at once")
         if isinstance(got, torch.Tensor) and got.numel() == 1:
@@ -230,7 +221,7 @@ def _pack_stream(answer):
         cases[f"random stream {number}"] = (lengths, 20, draw.randint(1, 5))
     for name, (lengths, row, open_rows) in cases.items():
         call = f"{name}, pack_stream({lengths}, {row}, {open_rows})"
-        got = _run(call, answer, list(lengths), row, open_rows)
+        got = run(call, answer, list(lengths), row, open_rows)
         want = _packed_stream(lengths, row, open_rows)
         try:
             got = [[int(i) for i in r] for r in got]
@@ -277,7 +268,7 @@ def _packed_tensors(answer):
         sizes = torch.randint(1, 6, (3, 3), generator=draw).tolist()
         cases[f"random rows of {sizes}"] = ([[text(n) for n in row] for row in sizes], 16)
     for name, (rows, length) in cases.items():
-        got = _run(name, answer, rows, length)
+        got = run(name, answer, rows, length)
         if not isinstance(got, (tuple, list)) or len(got) != 3:
             raise Wrong(f"{name}: expected inputs, labels and documents, got {got!r}"[:200])
         for what, mine, want in zip(("inputs", "labels", "documents"), got, _packed_rows(torch, rows, length)):

@@ -3,26 +3,7 @@ import math
 import time
 
 from ..exercise import Wrong, _NotAttempted
-
-
-def _run(what, answer, *arguments, **options):
-    """answer(...); what it raises names the input."""
-    try:
-        return answer(*arguments, **options)
-    except (Wrong, _NotAttempted):
-        raise
-    except Exception as error:
-        raise Wrong(f"{what}: your code raised {type(error).__name__}: {error}") from error
-
-
-def _number(what, got):
-    if hasattr(got, "item") and getattr(got, "ndim", 1) == 0:  # a numpy or 0-d torch number
-        got = got.item()
-    if got is None:
-        raise Wrong(f"{what}: your function returned None; is a return missing?")
-    if isinstance(got, bool) or not isinstance(got, (int, float)):
-        raise Wrong(f"{what}: expected a number, got {got!r}")
-    return got
+from ..grading import number, run
 
 
 def _refuses(what, answer, *arguments):
@@ -53,7 +34,7 @@ def _price(answer):
     ]
     for name, arguments, options, want in cases:
         call = f"{name}, price{arguments}{' free_last' if options else ''}"
-        got = _number(call, _run(call, answer, *arguments, **options))
+        got = number(call, run(call, answer, *arguments, **options))
         if not math.isclose(got, want, rel_tol=1e-9):
             raise Wrong(f"{call}: expected {want:.6f}, got {got:.6g}")
     for every in 0, -1:
@@ -76,12 +57,12 @@ def _least_peak(answer):
              ("no whole ratio", 17, 7, 11), ("inputs that cost nothing", 12, 0, 5)]
     for name, *arguments in cases:
         call = f"{name}, least_peak{tuple(arguments)}"
-        got, want = _number(call, _run(call, answer, *arguments)), bruteforce(*arguments)
+        got, want = number(call, run(call, answer, *arguments)), bruteforce(*arguments)
         if got != want:
             says = "no cut reaches that" if got < want else "a better cut exists"
             raise Wrong(f"{call}: expected {want:,}, got {got:,}: {says}")
     call, start = "least_peak(1000, 8388608, 157286400)", time.perf_counter()
-    got = _number(call, _run(call, answer, 1000, 8388608, 157286400))
+    got = number(call, run(call, answer, 1000, 8388608, 157286400))
     seconds = time.perf_counter() - start
     if got != 1698693120:  # by dynamic programming over all cuts, as above
         raise Wrong(f"{call}: expected 1,698,693,120, got {got:,}")
@@ -174,7 +155,7 @@ def _best_plan(answer):
              ("inputs as large as blocks", 16, 10, 10, 70)]
     for name, *arguments in cases:
         call = f"{name}, best_plan{tuple(arguments)}"
-        got, want = _run(call, answer, *arguments), _plans(*arguments)
+        got, want = run(call, answer, *arguments), _plans(*arguments)
         if got is None:
             raise Wrong(f"{call}: your function returned None; is a return missing?")
         if not isinstance(got, (tuple, list)) or tuple(got) != want:
@@ -258,7 +239,7 @@ def _within_budget(answer):
 
         call = f"{name}: {layers} blocks, {internals:,} bytes each, budget {budget:,}"
         most, _, want = step(plain)
-        peak, called, got = _run(call, step, lambda x: answer(blocks, x, internals, budget))
+        peak, called, got = run(call, step, lambda x: answer(blocks, x, internals, budget))
         got = [torch.zeros_like(w) if g is None else g for g, w in zip(got, want)]
         worst = max((g - w).abs().max().item() for g, w in zip(got, want))
         if worst:

@@ -2,28 +2,11 @@
 import math
 
 from ..exercise import Wrong, _NotAttempted
-
-
-def _run(what, answer, *arguments):
-    """answer(...); what it raises names the input."""
-    try:
-        return answer(*arguments)
-    except (Wrong, _NotAttempted):
-        raise
-    except Exception as error:
-        raise Wrong(f"{what}: your code raised {type(error).__name__}: {error}") from error
-
-
-def _number(what, got):
-    if hasattr(got, "item") and getattr(got, "ndim", 1) == 0:  # a numpy or 0-d torch number
-        got = got.item()
-    if isinstance(got, bool) or not isinstance(got, (int, float)):
-        raise Wrong(f"{what}: expected a number, got {got!r}")
-    return got
+from ..grading import number, run
 
 
 def _close(what, got, want, tolerance=1e-9):
-    got = _number(what, got)
+    got = number(what, got)
     if not math.isclose(got, want, rel_tol=tolerance, abs_tol=1e-12):
         raise Wrong(f"{what}: expected {want:.6g}, got {got:.6g}")
 
@@ -50,7 +33,7 @@ def _utilization(answer):
     for name, case in cases:
         P, D, seconds, gpus, peak = case
         want = 6 * P * D / (seconds * gpus * peak)
-        _close(f"{name}, utilization{case}", _run(name, answer, *case), want)
+        _close(f"{name}, utilization{case}", run(name, answer, *case), want)
     for i, name in enumerate(("parameters", "tokens", "seconds", "gpus", "peak")):
         for bad in 0, -1:
             case = [1e9, 1e6, 60, 1, 312e12]
@@ -78,7 +61,7 @@ def _idle_share(answer):
     }
     for name, kernels in cases.items():
         given = list(kernels)
-        got = _run(f"{name}, {kernels}", answer, given)
+        got = run(f"{name}, {kernels}", answer, given)
         span = max(s + d for s, d in kernels) - min(s for s, _ in kernels)
         _close(f"{name}, {kernels}", got, 1 - _covered(kernels) / span)
         if given != kernels:
@@ -104,11 +87,11 @@ def _apart_and_fused(answer):
         ("16 bits out", lambda x: (x + 1).bfloat16(), (a,), 14 * n, 6 * n),
     ]
     for name, function, inputs, apart, fused in cases:
-        got = _run(name, answer, function, *inputs)
+        got = run(name, answer, function, *inputs)
         if not isinstance(got, (tuple, list)) or len(got) != 2:
             raise Wrong(f"{name}: expected two numbers of bytes, got {got!r}")
         for which, mine, want in ("apart", got[0], apart), ("fused", got[1], fused):
-            mine = _number(f"{name}, {which}", mine)
+            mine = number(f"{name}, {which}", mine)
             if mine != want:
                 raise Wrong(f"{name}, {which}: expected {want:,} bytes, got {mine:,}")
 
@@ -157,7 +140,7 @@ def _seconds_per_call(answer):
     ]
     for case in cases:
         name, want = case["name"], case["call"]
-        got = _number(name, _run(name, answer, _Device(**case)))
+        got = number(name, run(name, answer, _Device(**case)))
         if not abs(got / want - 1) < 0.02:
             raise Wrong(f"{name}: expected {want:.3g} s, got {got:.3g}")
 
@@ -209,11 +192,11 @@ def _pipeline(answer):
     ]
     for name, loads, computes, depth in cases:
         call = f"{name}, pipeline({loads}, {computes}, {depth})"
-        got = _run(call, answer, list(loads), list(computes), depth)
+        got = run(call, answer, list(loads), list(computes), depth)
         if not isinstance(got, (tuple, list)) or len(got) != 2:
             raise Wrong(f"{call}: expected (end, idle), got {got!r}")
         for which, mine, want in zip(("end", "idle time"), got, _simulated(loads, computes, depth)):
-            mine = _number(f"{call}, {which}", mine)
+            mine = number(f"{call}, {which}", mine)
             if mine != want:
                 raise Wrong(f"{call}, {which}: expected {want}, got {mine}")
 
