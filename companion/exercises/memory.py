@@ -1,26 +1,12 @@
 """Checkers of the exercises in chapters/memory."""
 import math
 
-from ..exercise import Wrong, _NotAttempted
-
-
-def _run(what, answer, *arguments, **options):
-    """answer(...); what it raises names the input."""
-    try:
-        return answer(*arguments, **options)
-    except (Wrong, _NotAttempted):
-        raise
-    except Exception as error:
-        raise Wrong(f"{what}: your code raised {type(error).__name__}: {error}") from error
+from ..exercise import Wrong
+from ..grading import number, run
 
 
 def _same(what, got, want, unit="bytes"):
-    if hasattr(got, "item") and getattr(got, "ndim", 1) == 0:  # a numpy or 0-d torch number
-        got = got.item()
-    if got is None:
-        raise Wrong(f"{what}: your function returned None; is a return missing?")
-    if isinstance(got, bool) or not isinstance(got, (int, float)):
-        raise Wrong(f"{what}: expected a number of {unit}, got {got!r}")
+    got = number(what, got)
     if got != want:
         raise Wrong(f"{what}: expected {want:,} {unit}, got {got:,}")
 
@@ -37,7 +23,7 @@ def _state_bytes(answer):
     for options, each in cases:
         text = ", ".join(f"{k}={v!r}" for k, v in options.items())
         call = f"state_bytes(1000, {text})"
-        _same(call, _run(call, answer, 1000, **options), 1000 * each)
+        _same(call, run(call, answer, 1000, **options), 1000 * each)
     for bad in ({"weights": "int3"}, {"gradients": "int3"}, {"moments": "int3"}):
         options = {"weights": "bf16", "gradients": "bf16", "moments": "fp32"} | bad
         try:
@@ -60,7 +46,7 @@ def _kv_per_gpu(answer):
     ]
     for name, arguments, want in cases:
         call = f"{name}, kv_per_gpu{arguments}"
-        _same(call, _run(call, answer, *arguments), want)
+        _same(call, run(call, answer, *arguments), want)
 
 
 def _largest_batch(answer):
@@ -79,7 +65,7 @@ def _largest_batch(answer):
     for name, peak, budget, want in cases:
         allowed, calls = math.floor(4 + 2 * math.log2(want + 1)), []
 
-        def run(batch, peak=peak, calls=calls, allowed=allowed, name=name):
+        def job_peak(batch, peak=peak, calls=calls, allowed=allowed, name=name):
             if isinstance(batch, bool) or not isinstance(batch, int) or batch < 0:
                 raise Wrong(f"{name}: peak({batch!r}) is no run: a batch is a whole number")
             calls.append(batch)
@@ -88,7 +74,7 @@ def _largest_batch(answer):
                             f"the last was peak({batch})")
             return peak(batch)
 
-        got = _run(f"{name}, budget {budget:,}", answer, run, budget)
+        got = run(f"{name}, budget {budget:,}", answer, job_peak, budget)
         if got != want:
             says = "does not fit" if isinstance(got, int) and got > want else "is not the largest"
             raise Wrong(f"{name}, budget {budget:,}: batch {got!r} {says}; the answer is {want:,}")
@@ -139,7 +125,7 @@ def _held_bytes(answer):
              "optimizer state that is no tensor": odd_state}
     for name, case in cases.items():
         model, optimizer, want = case()
-        _same(name, _run(name, answer, model, optimizer), want)
+        _same(name, run(name, answer, model, optimizer), want)
 
 
 def _lora_block(batch, seq, hidden, heads, kv_heads, ffn, rank, targets):
@@ -202,7 +188,7 @@ def _lora_saved(answer):
         block, x, fixed = _lora_block(*case)
         counted = storage_bytes(saved_tensors(lambda: block(x), but=fixed))
         call = f"lora_saved{case}"
-        got = _run(call, answer, *case)
+        got = run(call, answer, *case)
         if isinstance(got, (int, float)) and got != counted:
             batch, seq = case[:2]
             raise Wrong(f"{call}: the hooks count {counted:,} bytes, you predict {got:,}, "
@@ -235,7 +221,7 @@ def _adam_step(answer):
             film = Film(held=[p, grad, m, v])
             held = sum(s.nbytes() for s in storages([p, grad, m, v]).values())
             with film:
-                _run(f"{name}, step {step}", answer, p, grad, m, v, step, 0.1)
+                run(f"{name}, step {step}", answer, p, grad, m, v, step, 0.1)
             extra = film.peak()[0] - held if film.ops else 0
             if extra > budget:
                 raise Wrong(f"{name}, step {step}: {extra:,} bytes of temporaries at once, "
