@@ -501,6 +501,11 @@ def policy_reads_the_input(ctx, op, *args, **kwargs):
     return _policy_where(lambda rows, i: i < rows, first)(ctx, op, *args, **kwargs)
 
 
+def policy_shape_first(ctx, op, *args, **kwargs):
+    inputs, outputs = args[-1].shape
+    return _policy_where(lambda i, o: o < i)(ctx, op, *args, **kwargs)
+
+
 def policy_with_squares(ctx, op, *args, **kwargs):
     return _policy_where(lambda i, o: o <= i)(ctx, op, *args, **kwargs)
 
@@ -541,10 +546,10 @@ def plan_equal_lengths(layers, kept, every, boundary, internals):
 
 # ---- checkpointing-5: within a budget
 
-def run_plan(choose, **options):
+def run_plan(choose, itemsize=4, **options):
     def answer(blocks, x, internals, budget):
         from torch.utils.checkpoint import checkpoint
-        L, B = len(blocks), x.numel() * x.element_size()
+        L, B = len(blocks), x.numel() * itemsize
         kept, every = choose(L, B, internals, budget)
         for start in range(0, L - kept, every):
             def segment(x, part=blocks[start:min(start + every, L - kept)]):
@@ -580,6 +585,21 @@ def budget_thrift(blocks, x, internals, budget):
 
 def budget_careless(blocks, x, internals, budget):
     return run_plan(budget_right, preserve_rng_state=False)(blocks, x, internals, budget)
+
+
+def budget_late_binding(blocks, x, internals, budget):
+    from torch.utils.checkpoint import checkpoint
+    L = len(blocks)
+    kept, every = budget_right(L, x.numel() * x.element_size(), internals, budget)
+    for start in range(0, L - kept, every):
+        def segment(x):
+            for block in blocks[start:min(start + every, L - kept)]:
+                x = block(x)
+            return x
+        x = checkpoint(segment, x, use_reentrant=False)
+    for block in blocks[L - kept:]:
+        x = block(x)
+    return x
 
 
 def budget_first_kept(blocks, x, internals, budget):
@@ -653,6 +673,16 @@ def idle_in_place(kernels):
     kernels.sort()
     return 1 - len({t for s, d in kernels for t in range(s, s + d)}) / (
         max(s + d for s, d in kernels) - kernels[0][0])
+
+
+def idle_without_guard(kernels):
+    kernels = sorted(kernels)
+    first = reached = kernels[0][0]
+    idle = 0
+    for start, duration in kernels:
+        idle += max(0, start - reached)
+        reached = max(reached, start + duration)
+    return idle / (reached - first)
 
 
 # ---- profiling-3: apart and fused
@@ -867,6 +897,23 @@ def graphs_kept_from_a_list(model, stream):
     return graphs_kept(model, list(stream))  # the stream is over before the first forward pass
 
 
+def stream_collected(model, stream):
+    return stream_loop()(model, list(stream))
+
+
+def stream_never_detached(model, stream):
+    model.zero_grad()
+    total, targets = 0.0, 0
+    for x, y in stream:
+        loss = torch.nn.functional.cross_entropy(model(x), y, reduction="sum")
+        loss.backward()
+        total, targets = total + loss, targets + (y != -100).sum()
+    for p in model.parameters():
+        if p.grad is not None and targets:
+            p.grad /= targets
+    return total / max(targets, 1)
+
+
 # ---- accumulation-5: packing a stream
 
 def stream_pack(best=True, oldest=True, fullest=True, guard=True, forget=False):
@@ -919,6 +966,8 @@ def packed_with(border=False, padding=-100, ids=True, guard=True, dtype=torch.lo
     ("memory-1", lambda *a, **k: torch.tensor(no_errors(*a, **k))),  # a number all the same
     ("memory-2", lambda layers, heads, d, tokens, itemsize, tp:
         2 * layers * max(1, heads / tp) * d * tokens * itemsize),
+    ("accumulation-1", lambda counts: torch.tensor(counts) / max(sum(counts), 1)),  # in fp32
+    ("accumulation-4", stream_never_detached),
     ("memory-6", returns_nothing), ("precision-1", largest_as_tensor)])
 def test_another_right_answer_passes(id, answer, capsys):
     assert said(id, answer, capsys) == f"{id}: right"
@@ -989,7 +1038,8 @@ WRONG = {
     "checkpointing-3": [
         (policy_by_family, "narrowing, no bias"), (policy_keeps_all, "widening"),
         (policy_without_bias, "narrowing, with bias"), (policy_reads_the_input, "Linear("),
-        (policy_with_squares, "square, no bias"), (lambda ctx, op, *a, **k: True, "expected a CheckpointPolicy")],
+        (policy_with_squares, "square, no bias"), (policy_shape_first, "gelu.default: your code raised"),
+        (lambda ctx, op, *a, **k: True, "expected a CheckpointPolicy")],
     "checkpointing-4": [
         (plan_where(plan_sum), "best_plan("), (plan_where(plan_forward_only), "longer segments needed"),
         (plan_where(plan_equal_lengths), "a shorter last segment"),
@@ -999,6 +1049,7 @@ WRONG = {
         (budget_ignored, "too many"), (budget_off_by_one, "one byte less"),
         (budget_of_the_root, "calls of a block"),
         (budget_thrift, "calls of a block"), (budget_careless, "the same masks"),
+        (budget_late_binding, "the same blocks"), (run_plan(budget_right, itemsize=2), "too many"),
         (budget_first_kept, "too many"), (budget_untrained, "nothing would be trained"),
         (budget_never_refuses, "a budget of one input")],
     "profiling-1": [
@@ -1009,10 +1060,12 @@ WRONG = {
     "profiling-2": [
         (sum_of_durations, "two streams overlap"), (gaps_in_the_order_given, "not in order"),
         (lambda kernels: gaps_in_the_order_given(kernels, sort=True), "a short kernel inside a long one"),
-        (from_zero, "one kernel"), (idle_in_place, "changed the list")],
+        (from_zero, "one kernel"), (idle_in_place, "changed the list"),
+        (idle_without_guard, "an empty trace should be a ValueError, not IndexError")],
     "profiling-3": [
         (fused_by(all_numel), "one tensor given twice"), (fused_by(by_storage_apart), "a result that is a view"),
-        (fused_by(results_only), "one operation"), (lambda f, *x: fused_by(all_numel)(f, *x)[::-1], "three")],
+        (fused_by(results_only), "one operation"), (lambda f, *x: fused_by(all_numel)(f, *x)[::-1], "three"),
+        (lambda f, *x: f(*x), "expected two numbers of bytes, got tensor([2.")],
     "profiling-4": [
         (no_wait, "10 ms"), (no_warm_up, "3 s"), (waits_at_the_end_only, "3 s"),
         (a_mean, "stalls"), (median_of_single_calls, "ticks in steps of 1 ms"), (too_long, "more than 20 s")],
@@ -1036,7 +1089,7 @@ WRONG = {
         (stream_loop(zero=False), "one piece of 8: the gradient"),
         (stream_loop("mean", "pieces", skip=False), "pieces of 1 and 20"),
         (all_at_once, "rows at once"), (graphs_kept, "are held at once"),
-        (graphs_kept_from_a_list, "are held at once")],
+        (graphs_kept_from_a_list, "are held at once"), (stream_collected, "3 pieces are kept")],
     "accumulation-5": [
         (stream_pack(best=False), "the least room"), (stream_pack(oldest=False), "a tie goes to the oldest"),
         (stream_pack(fullest=False), "the fullest is closed"), (stream_pack(guard=False), "should be a ValueError")],

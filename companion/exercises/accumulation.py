@@ -2,6 +2,7 @@
 import bisect
 import math
 import random
+import weakref
 
 from ..exercise import Wrong
 from ..grading import run
@@ -13,7 +14,7 @@ def _refuses(what, answer, *arguments):
     except ValueError:
         return
     except Exception as error:
-        got = f"a {type(error).__name__}"
+        got = type(error).__name__
     raise Wrong(f"{what} should be a ValueError, not {got}")
 
 
@@ -27,7 +28,7 @@ def _factors(answer):
             got = [float(x) for x in got]
         except (TypeError, ValueError):
             raise Wrong(f"{call}: expected a list of numbers, got {got!r}") from None
-        close = len(got) == len(want) and all(math.isclose(a, b, abs_tol=1e-9) for a, b in zip(got, want))
+        close = len(got) == len(want) and all(math.isclose(a, b, rel_tol=1e-6) for a, b in zip(got, want))
         if not close:
             raise Wrong(f"{call}: expected {want}, got {got}")
 
@@ -114,7 +115,6 @@ def _watched_model(torch):
         def waiting(self):
             return sum(ref() is not None and not used for ref, used in zip(self.graphs, self.used))
 
-    import weakref
     model = Watched()
     return model
 
@@ -154,6 +154,23 @@ def _split_cases(torch):
         yield f"random split {number}: {sizes.tolist()} rows with {counts} targets", pieces
 
 
+class _Stream:
+    """Copies of pieces, once; knows how many of their inputs its reader kept alive."""
+
+    def __init__(self, pieces):
+        self.pieces, self.inputs, self.kept = pieces, [], 0
+
+    def __iter__(self):
+        for x, y in self.pieces:
+            self.kept = max(self.kept, sum(ref() is not None for ref in self.inputs))
+            x = x.clone()
+            self.inputs.append(weakref.ref(x))
+            piece = x, y.clone()
+            del x
+            yield piece
+            del piece
+
+
 def _accumulate_stream(answer):
     import torch
     for name, pieces in _split_cases(torch):
@@ -162,7 +179,8 @@ def _accumulate_stream(answer):
         for p in model.body.parameters():
             p.grad = torch.full_like(p, 7.0)  # left over
 
-        got = run(name, answer, model, (piece for piece in pieces))
+        stream = _Stream(pieces)
+        got = run(name, answer, model, iter(stream))
         if model.held > 1:
             raise Wrong(f"{name}: the graphs of {model.held} pieces are held at once")
         if isinstance(got, torch.Tensor) and got.numel() == 1:
@@ -185,6 +203,8 @@ def _accumulate_stream(answer):
         if model.largest > largest:
             raise Wrong(f"{name}: the model ran {model.largest} rows at once, "
                         f"the largest piece has {largest}")
+        if stream.kept > 1:  # the loop's own variables hold the last one
+            raise Wrong(f"{name}: {stream.kept} pieces are kept while the next one is read")
 
 
 def _packed_stream(lengths, row, open_rows):
@@ -273,7 +293,8 @@ def _packed_tensors(answer):
             raise Wrong(f"{name}: expected inputs, labels and documents, got {got!r}"[:200])
         for what, mine, want in zip(("inputs", "labels", "documents"), got, _packed_rows(torch, rows, length)):
             if not isinstance(mine, torch.Tensor) or mine.shape != want.shape or mine.dtype != torch.long:
-                raise Wrong(f"{name}: {what} should be int64 of shape {list(want.shape)}, got {mine!r}"[:200])
+                seen = f"{mine.dtype} of {list(mine.shape)}" if isinstance(mine, torch.Tensor) else repr(mine)
+                raise Wrong(f"{name}: {what} should be int64 of shape {list(want.shape)}, got {seen}"[:200])
             if not torch.equal(mine, want):
                 raise Wrong(f"{name}: {what} should be {want.tolist()}, got {mine.tolist()}")
     _refuses("5 tokens in a row of length 4", answer, [[text(3), text(2)]], 4)
