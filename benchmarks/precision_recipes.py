@@ -1,8 +1,7 @@
 """Train the small decoder with every recipe of chapters/precision, all seeds at once.
 
     PYTHONPATH=. python benchmarks/precision_recipes.py --out FOLDER [--seeds 8 --steps 1000]
-    PYTHONPATH=. python benchmarks/precision_recipes.py --out FOLDER --name precision_four_bits
-        --model tiny --batch 4 --length 64 --seeds 5 --steps 250 --held-out 32768 --only ...
+    PYTHONPATH=. python benchmarks/precision_recipes.py --out FOLDER --resume FILE --only NAME...
 
 Writes precision_recipes.json after each recipe, so that a run cut short keeps what it has;
 ``--package`` copies the small part that the chapter shows to companion/data.
@@ -503,13 +502,12 @@ def short(seeds, device):
 
 def package():
     """Write the part of the stored results that the chapter shows to companion/data."""
-    keep, small = ("heldout", "heldout_own", "skipped", "scale"), {}
-    for name in "precision_recipes", "precision_four_bits":
-        stored = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-        runs = {run: {k: v[k] for k in keep} for run, v in stored["results"]["scratch"].items()}
-        small[name] = {"provenance": stored["provenance"], "results": {**stored["results"], "scratch": runs}}
+    keep = "heldout", "heldout_own", "skipped", "scale"
+    stored = json.loads((RESULTS / "precision_recipes.json").read_text(encoding="utf-8"))
+    scratch = stored["results"]["scratch"].items()
+    stored["results"]["scratch"] = {name: {k: run[k] for k in keep} for name, run in scratch}
     target = Path(__file__).resolve().parents[1] / "companion/data/precision_recipes.json"
-    target.write_text(json.dumps(small) + "\n", encoding="utf-8")
+    target.write_text(json.dumps(stored) + "\n", encoding="utf-8")
 
 
 def main():
@@ -521,7 +519,6 @@ def main():
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--model", choices=CONFIGS, default="small")
     parser.add_argument("--held-out", type=int, help="bytes of held-out text (default all)")
-    parser.add_argument("--name", default="precision_recipes", help="of the results file")
     parser.add_argument("--only", nargs="*", help="names of recipes; late and short runs are left out")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--resume", type=Path, help="a results file whose recipes are kept and not run again")
@@ -548,7 +545,7 @@ def main():
     for name, recipe in recipes(device).items():
         if name not in results["scratch"] and (not o.only or name in o.only):
             results["scratch"][name] = from_scratch(name, recipe, o, device)
-            save(o.name, __file__, results, o.out)
+            save("precision_recipes", __file__, results, o.out)
 
 
 def resumed(path, setting):
