@@ -19,8 +19,8 @@ def _must_refuse(what, answer, *arguments):
     except (Wrong, _NotAttempted):
         raise
     except Exception as error:
-        got = f"a {type(error).__name__}"
-    raise Wrong(f"{what} should be a ValueError, not {got!r}")
+        raise Wrong(f"{what} should be a ValueError, not {type(error).__name__}: {error}") from error
+    raise Wrong(f"{what} should be a ValueError, not {got!r:.60}")
 
 
 def _utilization(answer):
@@ -89,7 +89,7 @@ def _apart_and_fused(answer):
     for name, function, inputs, apart, fused in cases:
         got = run(name, answer, function, *inputs)
         if not isinstance(got, (tuple, list)) or len(got) != 2:
-            raise Wrong(f"{name}: expected two numbers of bytes, got {got!r}")
+            raise Wrong(f"{name}: expected two numbers of bytes, got {got!r:.60}")
         for which, mine, want in ("apart", got[0], apart), ("fused", got[1], fused):
             mine = number(f"{name}, {which}", mine)
             if mine != want:
