@@ -38,7 +38,26 @@ TABLE = {
         {"Memory": ("activations only, no state", ["C003", "C022", "C028"])},
     "Recomputation":
         {"Memory": ("activations: the blocks' inputs and one block, 0.27 and 0.31 GB, not 9.93",
-                    ["C096"])},
+                    ["C096"]),
+         "Compute": ("a step of a Llama block 1.262 to 1.333 times, by policy", ["C050"]),
+         "Accuracy": ("the same gradients, dropout included", ["C048", "C193"])},
+    "Accumulation, k micro-batches":
+        {"Memory": ("activations: one micro-batch's", ["C603"]),
+         "Compute": ("the same matmul FLOPs", ["C618"]),
+         "Communication": ("once a window with no_sync, else with every micro-batch", ["C619"]),
+         "Accuracy": ("the same gradients if sums are divided by the window's count",
+                      ["C605"])},
+    "Packing texts with a document mask":
+        {"Compute": ("rows 99 % full, longest first; padded random batches of 8 waste 64 %",
+                     ["C551", "C550"]),
+         "Accuracy": ("the same logits", ["C552"])},
+    "Offloading what is saved":
+        {"Memory": ("activations: none stays on the device", ["C917"]),
+         "Communication": ("to hide it: 130 GB/s for a 7B layer at 8,192 tokens; for its input 6.9",
+                           ["C557"])},
+    "Fusing elementwise operations":
+        {"Compute": ("the same FLOPs; time falls as the bytes do, three operations from six "
+                     "passes over memory to two", ["C275", "C016"])},
     "Fused attention":
         {"Memory": ("activations: in proportion to the sequence, no square", ["C028"])},
     "Fused optimizer step":
