@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -96,6 +97,8 @@ class Dataset:
                         return self._keep(source(folder) / self.name)
                     except (Unavailable, OSError) as error:
                         missing[place] = reason(error)
+                        if isinstance(error, urllib.error.HTTPError):
+                            error.close()  # it holds the server's answer, a file
         except OSError as error:
             missing["the cache"] = (f"cannot write to {cache_folder()} ({error.strerror}): "
                                     "set COMPANION_CACHE to a folder that you can write to")

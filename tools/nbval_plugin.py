@@ -50,10 +50,16 @@ class BookPlugin:
         if report.skipped:
             self.skipped[report.longrepr[2].removeprefix("Skipped: ")] += 1
         elif report.failed:
-            self.failures.append((item.cell_num, item.cell.source, str(report.longrepr)))
+            why = "\n".join([str(report.longrepr), *_stderr(item.test_outputs)])
+            self.failures.append((item.cell_num, item.cell.source, why))
         elif call.when == "call":
             self.compared += 1
         return report
+
+
+def _stderr(outputs):
+    """What the cell wrote there: nbval only says that it wrote something."""
+    return ["stderr: " + o["text"] for o in outputs or [] if o.get("name") == "stderr"]
 
 
 def _pictures(outputs):
