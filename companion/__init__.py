@@ -22,6 +22,7 @@ _EXPORTS = {
     "storage_bytes": "counting",
     "GPUS": "hardware",
     "gpu": "hardware",
+    "plan": "planner",
     "fashion_mnist": "datasets",
     "smollm2": "pretrained",
 }

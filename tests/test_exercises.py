@@ -620,6 +620,92 @@ def budget_never_refuses(blocks, x, internals, budget):
     return run_plan(plan_where(plan_peak, none=(0, 1)))(blocks, x, internals, budget)
 
 
+# ---- roofline-1: the bound
+
+def bound_by(check=True, add=False, tie="compute", swap=False):
+    def answer(flops, nbytes, peak, bandwidth):
+        if check and (flops < 0 or nbytes < 0 or peak <= 0 or bandwidth <= 0):
+            raise ValueError("not positive")
+        compute, memory = flops / peak, nbytes / bandwidth
+        if swap:
+            compute, memory = flops / bandwidth, nbytes / peak
+        binds = tie if compute == memory else "compute" if compute > memory else "memory"
+        return compute + memory if add else max(compute, memory), binds
+    return answer
+
+
+def bound_by_intensity(flops, nbytes, peak, bandwidth):
+    if flops < 0 or nbytes < 0 or peak <= 0 or bandwidth <= 0:
+        raise ValueError("not positive")
+    binds = "compute" if flops / nbytes >= peak / bandwidth else "memory"
+    return max(flops / peak, nbytes / bandwidth), binds
+
+
+# ---- roofline-2: attention's intensity
+
+def attention_ratio(flops=4, shared=True, result=True, check=True):
+    def answer(T, S, H, K, d, size):
+        if check and H % K:
+            raise ValueError("heads")
+        keys = K if shared else H
+        numbers = (2 if result else 1) * H * T * d + 2 * keys * S * d
+        return flops * H * T * S * d / (size * numbers)
+    return answer
+
+
+# ---- roofline-3: how many tokens fill a layer
+
+def tokens_by(batch_is_intensity=False, up=True, none=True, bits=True, real=False, strict=False):
+    def answer(D, F, width, size, peak, bandwidth):
+        weight = D * F * (width if bits else 8 * size)
+        gain = 8 * (2 * D * F * bandwidth - (D + F) * size * peak)
+        if batch_is_intensity:
+            return -(-peak * width // (16 * bandwidth))
+        if gain <= 0:
+            return None if none else 2**62
+        if real:
+            fewest = weight / (8 * (2 * D * F * bandwidth / peak - (D + F) * size))
+            return int(fewest) + (fewest != int(fewest))
+        if strict:
+            return weight * peak // gain + 1
+        return -(-weight * peak // gain) if up else weight * peak // gain
+    return answer
+
+
+# ---- roofline-4: a tile
+
+def tile_by(square=False, first=False, buffers=2, accumulate=4, most=False, none=True):
+    def answer(target, fast_bytes, itemsize):
+        found = []
+        for m in range(16, 1025, 16):
+            for n in [m] if square else range(16, 1025, 16):
+                needs = accumulate * m * n + buffers * 32 * itemsize * (m + n)
+                if needs <= fast_bytes and 2 * m * n >= target * itemsize * (m + n):
+                    found.append((needs, m, n))
+        if not found:
+            return None if none else (16, 16)
+        return (found[0] if first else max(found) if most else min(found))[1:]
+    return answer
+
+
+def tile_of_any_size(target, fast_bytes, itemsize):
+    side = int(-(-target * itemsize // 1))
+    return (side, side) if 4 * side**2 + 128 * itemsize * side <= fast_bytes else None
+
+
+# ---- roofline-5: FLOPs of a decoder's step
+
+def decoder_by(attention=4, grouped=True, head=True, again=1, head_again=False, tables=0):
+    def answer(config, batch, seq):
+        h, tokens = config.width, batch * seq
+        k = h // config.heads * config.kv_heads if grouped else h
+        weights = 2 * h * h + 2 * h * k + 3 * h * config.hidden
+        blocks = config.layers * tokens * (2 * weights + attention * seq * h)
+        last = 2 * tokens * config.vocab * h * (head + tables)
+        return 3 * (blocks + last), (3 + again) * blocks + (3 + head_again) * last
+    return answer
+
+
 # ---- profiling-1: utilization
 
 def refusing(formula):
@@ -962,6 +1048,146 @@ def packed_with(border=False, padding=-100, ids=True, guard=True, dtype=torch.lo
     return answer
 
 
+# ---- optimizers-1: state from shapes
+
+def state_for(muon_takes=2, factor=True, check=True, batch=True):
+    fixed = {"sgd": 0, "momentum": 4, "lion": 4, "adamw": 8}
+
+    def answer(shapes, optimizer):
+        if check and optimizer not in (*fixed, "adafactor", "muon"):
+            raise ValueError(optimizer)
+        total = 0
+        for shape in shapes:
+            n = 1
+            for size in shape:
+                n *= size
+            if optimizer == "muon":
+                total += n * (4 if len(shape) >= 2 and len(shape) <= muon_takes else 8)
+            elif optimizer == "adafactor":
+                if not factor or len(shape) < 2:
+                    total += 4 * n
+                else:
+                    many = n // (shape[-1] * shape[-2]) if batch else 1
+                    total += 4 * many * (shape[-1] + shape[-2])
+            else:
+                total += n * fixed.get(optimizer, 0)
+        return total
+    return answer
+
+
+# ---- optimizers-2: Lion in one temporary
+
+def lion_with(early=False, coupled=False, copies=False, outside=False, keep_g=True):
+    def answer(w, g, m, lr, betas, decay):
+        if not keep_g:
+            g.mul_(1 - betas[0]).add_(betas[0] * m)
+            w.mul_(1 - lr * decay).sub_(lr * g.sign())
+            return True
+        if early:
+            m.lerp_(g, 1 - betas[1])
+        if copies:
+            d = torch.sign(betas[0] * m + (1 - betas[0]) * g)
+        else:
+            d = torch.lerp(m, g, 1 - betas[0]).sign_()
+        if coupled:
+            d.add_(w, alpha=decay).sign_()
+            w.add_(d, alpha=-lr)
+        elif outside:
+            w = w * (1 - lr * decay) - lr * d
+        else:
+            w.mul_(1 - lr * decay).add_(d, alpha=-lr)
+        if not early:
+            m.lerp_(g, 1 - betas[1])
+        return True
+    return answer
+
+
+# ---- optimizers-3: Adam on a budget
+
+def adam_kept_in(*kinds, block=256, correct=True):
+    """kinds: how m and v are kept: "fp32", "bf16", "dynamic" or "linear"."""
+    from companion import optimizers
+
+    def levels(name, kind):
+        if kind == "dynamic":
+            return optimizers.dynamic_levels(name == "m")
+        return torch.linspace(-1.0 if name == "m" else 0.0, 1, 255)
+
+    def answer(g, state, t):
+        moments = []
+        for name, kind in zip("mv", kinds):
+            kept = state.get(name)
+            if kept is None:
+                moments.append(torch.zeros_like(g))
+            elif kind in ("fp32", "bf16"):
+                moments.append(kept.float())
+            else:
+                moments.append(optimizers.decode(*kept, levels(name, kind)))
+        d = optimizers.adamw(g, *moments, t if correct else 10**6, betas=(0.9, 0.95))
+        for name, kind, moment in zip("mv", kinds, moments):
+            if kind in ("fp32", "bf16"):
+                state[name] = moment.to(torch.float32 if kind == "fp32" else torch.bfloat16)
+            else:
+                state[name] = optimizers.encode(moment, levels(name, kind), block)
+        return d
+    return answer
+
+
+# ---- optimizers-4: step inside backward
+
+def in_backward(free=True, complete=True, frozen=False, together=False):
+    def answer(model, make):
+        optimizers = []
+        for p in model.parameters():
+            if not p.requires_grad and not frozen:
+                continue
+            optimizer = make([p])
+            optimizers.append(optimizer)
+
+            def step(p, optimizer=optimizer):
+                optimizer.step()
+                if free:
+                    p.grad = None
+
+            def early(g, p=p, optimizer=optimizer):
+                p.grad = g
+                optimizer.step()
+                p.grad = None
+
+            if together:
+                continue
+            elif complete:
+                p.register_post_accumulate_grad_hook(step)
+            else:
+                p.register_hook(early)
+        return optimizers
+    return answer
+
+
+# ---- optimizers-5: Muon without gathering
+
+def muon_on_rows(norm="whole", gram="whole", again=False, side="right", norm_apart=False):
+    def answer(rows, all_reduce, coefficients=(3.4445, -4.775, 2.0315)):
+        a, b, c = coefficients
+        local = rows.T @ rows
+        A = all_reduce(local) if gram == "whole" else local
+        if norm_apart:
+            size = all_reduce(rows.square().sum()[None]).sqrt()
+        else:
+            size = (A.trace() if norm == "whole" else rows.square().sum()).sqrt()
+        X, A = rows / size, A / size**2
+        for _ in range(5):
+            P = a * torch.eye(len(A), dtype=A.dtype) + b * A + c * A @ A
+            X = X @ P
+            A = all_reduce(X.T @ X) if again else P @ A @ P if side == "right" else P @ A
+        return X
+    return answer
+
+
+def muon_gathers(rows, all_reduce):
+    return all_reduce(rows)
+
+
 @pytest.mark.parametrize("id, answer", [
     ("memory-1", lambda *a, **k: torch.tensor(no_errors(*a, **k))),  # a number all the same
     ("memory-2", lambda layers, heads, d, tokens, itemsize, tp:
@@ -975,6 +1201,26 @@ def test_another_right_answer_passes(id, answer, capsys):
 
 # exercise -> [(wrong answer, what its message must name)]
 WRONG = {
+    "optimizers-1": [
+        (state_for(muon_takes=9), "a 4-D kernel"), (state_for(factor=False), "one matrix"),
+        (state_for(check=False), "adamm"), (state_for(batch=False), "a 4-D kernel"),
+        (lambda shapes, name: 8, "one matrix")],
+    "optimizers-2": [
+        (lion_with(early=True), "w is off"), (lion_with(coupled=True), "with decay"),
+        (lion_with(copies=True), "new tensors of the size of w"), (lion_with(outside=True), "w is off"),
+        (lion_with(keep_g=False), "the gradient was changed")],
+    "optimizers-3": [
+        (adam_kept_in("fp32", "fp32"), "bytes per number"), (adam_kept_in("bf16", "dynamic"), "bytes per number"),
+        (adam_kept_in("dynamic", "linear"), "sizes"), (adam_kept_in("dynamic", "dynamic", block=32), "2.25 bytes"),
+        (adam_kept_in("dynamic", "dynamic", correct=False), "step 1"), (lambda g, state, t: g.sign(), "equal sizes")],
+    "optimizers-4": [
+        (in_backward(free=False), "left after backward"), (in_backward(complete=False), "left after backward"),
+        (in_backward(frozen=True), "your code raised"), (in_backward(together=True), "weights differ"),
+        (lambda model, make: [make(list(model.parameters()))], "expected 5 optimizers")],
+    "optimizers-5": [
+        (muon_on_rows(gram="local"), "two ranks"), (muon_on_rows(norm="local"), "off by"),
+        (muon_on_rows(again=True), "are enough"), (muon_on_rows(side="left"), "off by"),
+        (muon_on_rows(norm_apart=True), "are enough"), (muon_gathers, "two ranks")],
     "memory-1": [
         (no_check_of_formats, "int3"), (a_key_error, "{'weights': 'int3'}"),
         (nothing_for_the_unknown, "{'weights': 'int3'}"),
@@ -1052,6 +1298,28 @@ WRONG = {
         (budget_late_binding, "the same blocks"), (run_plan(budget_right, itemsize=2), "too many"),
         (budget_first_kept, "too many"), (budget_untrained, "nothing would be trained"),
         (budget_never_refuses, "a budget of one input")],
+    "roofline-1": [
+        (bound_by(add=True), "a large product"), (bound_by(tie="memory"), "on the ridge"),
+        (bound_by(swap=True), "a large product"), (bound_by(check=False), "flops = -1"),
+        (bound_by_intensity, "all in registers")],
+    "roofline-2": [
+        (attention_ratio(flops=2), "prefill"), (attention_ratio(shared=False), "decode, shared keys"),
+        (attention_ratio(result=False), "prefill"), (attention_ratio(check=False), "8 heads on 3 key heads")],
+    "roofline-3": [
+        (tokens_by(batch_is_intensity=True), "bf16, D = 8192"), (tokens_by(up=False), "bf16, D = 8192"),
+        (tokens_by(strict=True), "equal times count"),
+        (tokens_by(bits=False), "4-bit weights"), (tokens_by(none=False), "too narrow"),
+        (tokens_by(real=True), "far beyond what a float holds")],
+    "roofline-4": [
+        (tile_by(square=True), "another tile reaches"), (tile_by(first=True), "another tile reaches"),
+        (tile_by(most=True), "another tile reaches"), (tile_by(buffers=1, most=True), "are there"),
+        (tile_by(accumulate=2), "one byte too little"),
+        (tile_by(none=False), "none fits"), (tile_of_any_size, "multiples of 16")],
+    "roofline-5": [
+        (decoder_by(attention=0), "the book's decoder"), (decoder_by(attention=2), "the book's decoder"),
+        (decoder_by(grouped=False), "the book's decoder"), (decoder_by(head=False), "the book's decoder"),
+        (decoder_by(tables=1), "the book's decoder"), (decoder_by(again=0), "for hardware"),
+        (decoder_by(head_again=True), "for hardware")],
     "profiling-1": [
         (refusing(lambda P, D, s, gpus, peak: 6 * P * D / (s * peak)), "70B on 16 GPUs"),
         (refusing(lambda P, D, s, gpus, peak: 2 * P * D / (s * gpus * peak)), "70B on 16 GPUs"),
