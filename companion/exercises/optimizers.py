@@ -47,7 +47,8 @@ def _lion_step(answer):
     import torch
     from ..counting import Film
 
-    cases = [("plain", (64, 32), 1e-2, (0.9, 0.99), 0.0), ("with decay", (64, 32), 1e-2, (0.9, 0.99), 0.3),
+    cases = [("plain", (64, 32), 1e-2, (0.9, 0.99), 0.0),
+             ("with decay", (64, 32), 1e-2, (0.9, 0.99), 0.3),
              ("a vector", (5,), 0.1, (0.5, 0.8), 0.1), ("no memory", (64,), 0.1, (0.0, 0.0), 0.5)]
     for name, shape, lr, betas, decay in cases:
         draw = torch.Generator().manual_seed(0)
@@ -65,10 +66,10 @@ def _lion_step(answer):
             want_m = betas[1] * want_m + (1 - betas[1]) * g
             if not torch.equal(g, kept):
                 raise Wrong(f"{call}: the gradient was changed")
-            if (w - want_w).abs().max() > 1e-5:
-                raise Wrong(f"{call}: w is off by {(w - want_w).abs().max():.2g} after step {step + 1}")
-            if (m - want_m).abs().max() > 1e-5:
-                raise Wrong(f"{call}: m is off by {(m - want_m).abs().max():.2g} after step {step + 1}")
+            for name_of, got, want in ("w", w, want_w), ("m", m, want_m):
+                gap = (got - want).abs().max()
+                if not gap < 1e-5:
+                    raise Wrong(f"{call}: {name_of} is off by {gap:.2g} after step {step + 1}")
             new = max(film.frames().get("temporaries", [0]))
             if new > 1.5 * w.nbytes:
                 raise Wrong(f"{call}: {new / w.nbytes:.1f} new tensors of the size of w at once; "
@@ -91,7 +92,8 @@ def _small_adam(answer):
     from ..counting import storage_bytes
 
     # name, n, spread of the gradients' sizes within a block (sd of the log), steps
-    for name, n, spread, steps in [("equal sizes", 512, 0.0, 40), ("sizes that differ", 1024, 0.4, 40),
+    for name, n, spread, steps in [("equal sizes", 512, 0.0, 40),
+                                   ("sizes that differ", 1024, 0.4, 40),
                                    ("one block", 256, 0.4, 3)]:
         draw = torch.Generator().manual_seed(1)
         sizes = torch.exp(spread * torch.randn(n, generator=draw))
@@ -104,11 +106,12 @@ def _small_adam(answer):
             want = m / (1 - 0.9**t) / ((v / (1 - 0.95**t)).sqrt() + 1e-8)
             got = run(call, answer, g.clone(), state, t)
             if not isinstance(got, torch.Tensor) or got.shape != want.shape:
-                raise Wrong(f"{call}, step {t}: expected a tensor of shape [{n}], got {got!r:.60}")
+                raise Wrong(f"{call}, step {t}: expected a tensor of shape [{n}], "
+                            f"got {got!r:.60}")
             error = ((got - want).norm() / want.norm()).item()
             if not error < 0.08:
-                raise Wrong(f"{call}, step {t}: off by {100 * error:.3g} % of exact Adam's direction; "
-                            "8 are allowed")
+                raise Wrong(f"{call}, step {t}: off by {100 * error:.3g} % of exact Adam's "
+                            "direction; 8 are allowed")
             held = storage_bytes(_tensors(state))
             if held > 2.1 * n:
                 raise Wrong(f"{call}, step {t}: the state holds {held / n:.2f} bytes per number; "
@@ -157,12 +160,15 @@ def _step_in_backward(answer):
         usual(x).square().mean().backward()
         optimizer.step()
         run(call, lambda: early(x).square().mean().backward())
-        gap = max((p - q).abs().max().item() for p, q in zip(usual.parameters(), early.parameters()))
+        pairs = zip(usual.parameters(), early.parameters())
+        gap = max((p - q).abs().max().item() for p, q in pairs)
         if not gap < 1e-7:
-            raise Wrong(f"{call}: after step {step + 1} weights differ from the usual loop's by {gap:.2g}")
+            raise Wrong(f"{call}: after step {step + 1} weights differ from the usual loop's "
+                        f"by {gap:.2g}")
         left = sum(p.grad is not None for p in early.parameters())
         if left:
-            raise Wrong(f"{call}: {left} gradients are left after backward; free each once it is used")
+            raise Wrong(f"{call}: {left} gradients are left after backward; "
+                        "free each once it is used")
     if most[0] > 1:
         raise Wrong(f"{call}: {most[0]} gradients were alive at once; one is enough")
 
@@ -202,7 +208,8 @@ def _ranks(answer, shards):
 def _muon_rows(answer):
     import torch
 
-    for name, R, C, ranks in [("two ranks", 48, 16, 2), ("four ranks", 64, 16, 4), ("one rank", 20, 8, 1),
+    for name, R, C, ranks in [("two ranks", 48, 16, 2), ("four ranks", 64, 16, 4),
+                              ("one rank", 20, 8, 1),
                               ("uneven rows", 33, 12, 3), ("one column", 12, 1, 3),
                               ("fewer rows than columns on a rank", 40, 24, 4)]:
         G = torch.randn(R, C, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 3
@@ -215,7 +222,8 @@ def _muon_rows(answer):
         got, sent = run(call, _ranks, answer, shards)
         for rank, (rows, part) in enumerate(zip(got, torch.tensor_split(want, ranks))):
             if not isinstance(rows, torch.Tensor) or rows.shape != part.shape:
-                raise Wrong(f"{call}: rank {rank} must return its {list(part.shape)} rows, got {rows!r:.60}")
+                raise Wrong(f"{call}: rank {rank} must return its {list(part.shape)} rows, "
+                            f"got {rows!r:.60}")
         gap = ((torch.cat(got) - want).norm() / want.norm()).item()
         if not gap < 1e-6:
             raise Wrong(f"{call}: off by {100 * gap:.2g} % of the whole matrix's result")
