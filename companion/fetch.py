@@ -97,8 +97,6 @@ class Dataset:
                         return self._keep(source(folder) / self.name)
                     except (Unavailable, OSError) as error:
                         missing[place] = reason(error)
-                        if isinstance(error, urllib.error.HTTPError):
-                            error.close()  # it holds the server's answer, a file
         except OSError as error:
             missing["the cache"] = (f"cannot write to {cache_folder()} ({error.strerror}): "
                                     "set COMPANION_CACHE to a folder that you can write to")
@@ -149,9 +147,17 @@ def _shown():
     return sys.stderr.isatty() and not strict()
 
 
+def _opened(url):
+    try:
+        return urllib.request.urlopen(url, timeout=SECONDS)
+    except urllib.error.HTTPError as error:
+        error.close()  # it holds the server's answer, an open file
+        raise
+
+
 def download(url, path):
     """Write what ``url`` holds to ``path``. Raises OSError, and Unavailable if it ends early."""
-    with urllib.request.urlopen(url, timeout=SECONDS) as answer, open(path, "wb") as file:
+    with _opened(url) as answer, open(path, "wb") as file:
         total, done = int(answer.headers.get("Content-Length") or 0), 0
         while chunk := answer.read(1 << 18):
             done += file.write(chunk)
