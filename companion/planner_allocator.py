@@ -1,0 +1,84 @@
+"""PyTorch's caching allocator in bookkeeping only, fast enough for every tensor of a step.
+
+    allocator = Allocator()
+    block = allocator.malloc(3 * 2**20)
+    allocator.free(block)
+    allocator.reserved               # the segment stays
+
+The rules are those of ``companion.memory.CachingAllocator``, which the memory chapter
+explains; here free blocks are kept in order of size. Default settings, one stream.
+
+Source: c10/cuda/CUDACachingAllocator.cpp of PyTorch.
+Standard library only: this file also runs in a browser.
+"""
+from bisect import bisect_left, insort
+
+from .memory import MiB
+
+
+class Block:
+    """A part of a segment; ``left`` and ``right`` are its neighbors there."""
+    __slots__ = ("size", "address", "small", "left", "right", "free")
+
+    def __init__(self, size, address, small, left=None, right=None):
+        self.size, self.address, self.small = size, address, small
+        self.left, self.right, self.free = left, right, True
+
+
+class Allocator:
+    """``malloc(nbytes)`` gives a Block for ``free``; ``reserved`` and ``allocated`` in bytes."""
+
+    def __init__(self):
+        self.reserved = self.allocated = self.highest = self.next = 0
+        self.pools = {True: [], False: []}   # small blocks, large blocks: (size, address, Block)
+
+    def malloc(self, nbytes):
+        size = -(-nbytes // 512) * 512 or 512
+        small = size <= MiB
+        pool = self.pools[small]
+        i = bisect_left(pool, (size,))
+        block = pool.pop(i)[2] if i < len(pool) else self._segment(size, small)
+        rest = block.size - size
+        if rest >= 512 if small else rest > MiB:
+            tail = Block(rest, block.address + size, small, block, block.right)
+            if block.right:
+                block.right.left = tail
+            block.right, block.size = tail, size
+            insort(pool, (rest, tail.address, tail))
+        block.free = False
+        self.allocated += block.size
+        if self.allocated > self.highest:
+            self.highest = self.allocated
+        return block
+
+    def _segment(self, size, small):
+        if small:
+            total = 2 * MiB
+        elif size < 10 * MiB:
+            total = 20 * MiB
+        else:
+            total = -(-size // (2 * MiB)) * 2 * MiB
+        block = Block(total, self.next, small)
+        self.next += total
+        self.reserved += total
+        return block
+
+    def free(self, block):
+        self.allocated -= block.size
+        left, right = block.left, block.right
+        if right is not None and right.free:
+            self._join(block, right, right)
+        if left is not None and left.free:
+            self._join(left, block, left)
+            block = left
+        block.free = True
+        insort(self.pools[block.small], (block.size, block.address, block))
+
+    def _join(self, first, second, free):
+        """Two neighbors become one block; ``free`` is the one that was in the pool."""
+        pool = self.pools[free.small]
+        pool.pop(bisect_left(pool, (free.size, free.address)))
+        first.size += second.size
+        first.right = second.right
+        if second.right is not None:
+            second.right.left = first

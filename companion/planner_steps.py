@@ -1,0 +1,805 @@
+"""One step of a model on a tape: the same operations, in the same order, as the code that runs.
+
+    training_moments(model, job, static, step)    # [Moment(name, {component: bytes}, where)]
+
+The layers of Hugging Face's implementations, with attention written out or fused, and of
+the book's decoder. Layers of a kind are alike, so one of each kind is walked through and
+the others are booked as copies of it: live bytes grow and shrink linearly from layer to
+layer, so the fullest moment is at the first or the last one.
+
+Standard library only: this file also runs in a browser.
+"""
+from dataclasses import dataclass, replace
+
+from .memory import MiB, nf4_bytes
+from .planner_allocator import Allocator
+from .planner_tape import Tape
+
+WORKSPACE = 32 * MiB  # cuBLAS on Hopper, once for each thread that multiplies
+
+
+@dataclass
+class Moment:
+    """The fullest point of a phase: bytes by component, and the operation's place."""
+    name: str
+    parts: dict
+    where: str = ""
+
+    @property
+    def total(self):
+        return sum(self.parts.values())
+
+
+class Walk:
+    """A model's forward pass on a tape. Sizes are those of one GPU."""
+
+    def __init__(self, model, job, tape, every_layer=False, stage=None):
+        self.stage = stage                                # of a pipeline: first, last or None
+        self.m, self.job, self.tape, self.every_layer = model, job, tape, every_layer
+        self.ghost_casts, self.held, self.made, self.roots = 0, None, [], []
+        self.b, self.s = job.batch, job.local_sequence
+        # Training over tensor parallel ranks is sequence parallel too: between the products
+        # each rank holds its part of the tokens, in them its part of the width. Both are the
+        # same bytes, so the walk takes part of the tokens and all of the width.
+        tp, self.split = (1, job.tensor) if job.training else (job.tensor, 1)
+        self.rows = -(-self.b * self.s // self.split)     # tokens
+        self.a, self.k = model.heads // tp, max(self.split, model.kv_heads // tp)
+        self.ffn, self.vocab, self.d = model.ffn // tp, model.vocab // tp, model.head_dim
+        self.item = job.weight_bytes                      # bytes of a stored weight
+        self.full = job.method == "full"
+        self.upcast = job.upcast and job.method == "qlora"
+        self.outer = 4 if self.upcast else self.item      # of embedding, norms and head
+        self.past, self.cache = 0, None                   # inference: tokens kept; [k, v] a layer
+
+    # -- parts --
+
+    def weight(self, n, trainable=None, item=None):
+        trainable = self.full if trainable is None else trainable
+        item = item or self.item
+        kept = self.job.gradient_bytes if self.full else item
+        n = -(-n // self.split)
+        self.made.append((n, item, trainable))
+        return self.tape.parameter(n, item, trainable, self.job.gradients_stay, kept,
+                                   self.job.gradient_shards)
+
+    def outer_weight(self, n):
+        """Of embedding or head: FSDP reduces their gradients when all of backward is done."""
+        w = self.weight(n, item=self.outer)
+        if self.job.shard == 3 and self.full:
+            w.shards, w.kept = 1, w.item
+            self.roots.append(w)
+        return w
+
+    def linear(self, x, n_in, n_out, name="", bias=False):
+        """A linear layer, with its LoRA pair if it is a target."""
+        t, rows = self.tape, x.n // n_in
+        wide = self._unpacked(n_in * n_out)
+        if self.targeted(name):
+            return self._adapted(x, n_in, n_out, bias)
+        kept = x.item
+        if self.upcast:  # a k-bit layer takes and gives fp32, and multiplies in 16 bits
+            x = t.cast(x, 2)
+        y = t.linear(x, self.weight(n_in * n_out), rows * n_out,
+                     self.weight(n_out) if bias else None)
+        del wide
+        return t.cast(y, kept) if self.upcast else y
+
+    def targeted(self, name):
+        """Whether LoRA adapts the layer of this name; joint layers go by their first part."""
+        return {"qkv": "q", "gate_up": "gate"}.get(name, name) in self.job.adapted
+
+    def _unpacked(self, n):
+        """A k-bit weight is written out in 16 bits for its product."""
+        packed = self.job.method == "qlora" or not self.job.training and self.job.weight_bits < 16
+        return self.tape.tensor(n, 2) if packed else None
+
+    def _adapted(self, x, n_in, n_out, bias):
+        """peft's linear layer: the frozen product, plus the pair in the adapters' type."""
+        t, rows, r = self.tape, x.n // n_in, self.job.rank
+        item = self.job.adapter_bytes
+        base = t.cast(x, 2) if self.upcast else x
+        result = t.linear(base, self.weight(n_in * n_out, False), rows * n_out,
+                          self.weight(n_out, False) if bias else None)
+        kept = x.item if self.upcast else result.item
+        x = t.cast(x, item)
+        held = self.job.gradients_stay
+        self.made += [(n_in * r, item, True), (r * n_out, item, True)]
+        down = t.linear(x, t.parameter(n_in * r, item, True, held), rows * r)
+        up = t.linear(down, t.parameter(r * n_out, item, True, held), rows * n_out)
+        del down
+        scaled = t.map(up)
+        del up
+        result = t.add(result, scaled)
+        del scaled
+        return t.cast(result, kept)
+
+    def norm(self, x, width):
+        """Of rows of ``width`` elements, as the family writes it."""
+        t, rows, family = self.tape, x.n // width, self.m.family
+
+        def weight():
+            return self.weight(width, item=self.outer)
+
+        if self.m.plain_mlp:
+            return t.norm(x, weight(), rows, weight(), statistics=2)
+        if family == "companion" or self.job.kernels == "fused":
+            return t.norm(x, weight(), rows)
+        wide = t.cast(x, 4)
+        square = t.map(wide, "input", temporaries=2)
+        mean = t.mean(square, rows)
+        del square
+        scale = t.map(mean, "output")
+        y = t.mul(wide, scale)
+        if self.m.is_gemma:
+            gain = t.map(t.cast(self._as_tensor(weight()), 4))
+            y = t.mul(y, gain)
+            return t.cast(y, x.item)
+        narrow = t.cast(y, x.item)  # the wide product lives on until the norm returns
+        return t.mul(weight(), narrow)
+
+    def _as_tensor(self, w):
+        """A parameter as an operand whose bytes are counted elsewhere."""
+        t = self.tape
+        out = t.tensor(0, w.item)
+        out.n = w.n
+        return t.op(out, [w], lambda g: [t.tensor(w.n, w.item)])
+
+    def rotate(self, q, k, table):
+        """Rotary positions as Hugging Face applies them: halves swapped by slices and cat."""
+        t = self.tape
+        if self.job.kernels == "fused":
+            return t.map(q), t.map(k)
+        if self.m.family == "companion":
+            return self._rotate_book(q, table), self._rotate_book(k, table)
+
+        def one(x):
+            part = {"gpt_neox": 0.25, "phi": 0.4}.get(self.m.family)
+            y, rest = (t.part(x, int(x.n * part)), t.part(x, x.n - int(x.n * part))) \
+                if part else (x, None)
+            half = y.n // 2
+            left = t.mul(y, table)
+            turned = t.cat(t.map(t.part(y, half)), t.part(y, half))
+            right = t.mul(turned, table)
+            del turned
+            out = t.add(left, right)
+            del left, right
+            if rest is not None:
+                out = t.cat(out, rest)
+            elif self.m.family == "phi3":
+                out = t.cat(out)
+            return out
+
+        a = one(q)
+        return a, one(k)
+
+    def _rotate_book(self, x, table):
+        t = self.tape
+        wide = t.cast(x, 4)
+        a, b = t.split(wide, [wide.n // 2] * 2)
+        left = t.add(t.mul(a, table), t.map(t.mul(b, table)))
+        right = t.add(t.mul(b, table), t.mul(a, table))
+        out = t.cat(left, right)
+        del left, right, wide, a, b
+        return t.cast(out, x.item)
+
+    def attend(self, q, k, v, windowed):
+        """Attention from q [b, a, s, d] and k, v [b, kv, s', d] to [b, s, a, d]."""
+        t, job = self.tape, self.job
+        rep, keys = self.a // self.k, self.s + self.past
+        decoding = self.past > 0
+        masked = windowed and self.m.window < keys and not decoding
+        if job.attention == "eager":
+            return self._attend_eager(q, k, v, keys)
+        narrow = job.autocast or q.item == 2
+        if job.attention == "sdpa" and not narrow and rep > 1 and not masked:
+            return self._attend_math(q, k, v, keys)
+        if rep > 1 and masked:  # kernels that take a mask want as many key heads as queries
+            k, v = (t.copy(x, x.n * rep) for x in (k, v))
+            rep = 1
+        y = t.attention(q, k, v, self.rows * self.a, rep)
+        # the output has the layout of q: heads before positions after a cat, and then the
+        # step back to positions before heads is a copy
+        joined = self.m.family in ("phi3", "gpt_neox", "phi", "companion") and narrow
+        return t.copy(y) if joined or masked else y
+
+    def _attend_eager(self, q, k, v, keys):
+        t, b, s, rep = self.tape, self.b, self.s, self.a // self.k
+        scores_n = self.rows * self.a * keys
+        if rep > 1:
+            k, v = t.copy(k, k.n * rep), t.copy(v, v.n * rep)
+
+        def lined(x, apart):  # products want heads before positions: a copy within the product
+            return t.copy(x) if b > 1 and apart else x
+
+        w = t.map(t.matmul(lined(q, True), lined(k, rep == 1), scores_n))
+        if self.m.family == "gemma2":
+            w = t.map(w)
+            w = t.map(w, "output")
+            w = t.map(w)
+        if s > 1 or self.past:
+            mask = t.tensor(0, self.job.mask_bytes)
+            mask.n = self.s * keys
+            w = t.add(w, mask)
+        if self.m.family == "gpt2":
+            w = t.softmax(t.cast(w, 4) if self.job.autocast else w)
+            w = t.drop(t.cast(w, v.item))
+        else:
+            shares = t.softmax(t.cast(w, 4))
+            w = t.cast(shares, q.item)  # until here the masked scores live
+            del shares
+        return t.copy(t.matmul(w, lined(v, rep == 1), q.n))
+
+    def _attend_math(self, q, k, v, keys):
+        """What fused attention falls back to in fp32 with grouped queries."""
+        t, rep, scores_n = self.tape, self.a // self.k, self.rows * self.a * keys
+        q = t.map(q)
+        k, v = t.copy(k, k.n * rep), t.copy(v, v.n * rep)
+        k = t.map(k)
+        w = t.matmul(q, k, scores_n)
+        w = t.softmax(w)
+        out = t.matmul(w, v, q.n)
+        return t.copy(out)
+
+    def remember(self, k, v, layer):
+        """The cache: grown by concatenation, so the old and the new one meet for a moment."""
+        if self.cache is None:
+            return k, v
+        t = self.tape
+        held = self.cache.get(layer)
+        kept = self.past
+        if self.m.windowed(layer) and self.m.window:
+            kept = min(kept, self.m.window - 1)
+        grown = []
+        for i, new in enumerate((k, v)):
+            old = kept * self.b * self.k * self.d if held else 0
+            fresh = t.tensor(old + new.n, new.item, "KV cache")
+            if held:
+                held[i] = fresh
+            grown.append(fresh)
+        if not held:
+            self.cache[layer] = held = list(grown)
+        if self.m.windowed(layer) and self.m.window and not self.past \
+                and self.s >= self.m.window:
+            size = (self.m.window - 1) * self.b * self.k * self.d
+            for i in range(2):  # a view of the last tokens keeps the whole storage
+                held[i].n = size
+        return grown
+
+    def attention(self, x, table, layer):
+        t, m, d = self.tape, self.m, self.d
+        h = m.hidden
+        q_n, k_n = self.a * d, self.k * d
+        if m.latent:
+            return self._latent_attention(x, table, layer)
+        if m.family in ("phi3", "gpt2", "gpt_neox"):
+            qkv = self.linear(x, h, q_n + 2 * k_n, "qkv", bias=m.family != "phi3")
+            rows = self.rows
+            if m.family == "phi3":
+                q, k, v = (t.part(qkv, rows * n) for n in (q_n, k_n, k_n))
+            else:
+                q, k, v = t.split(qkv, [rows * n for n in (q_n, k_n, k_n)])
+            if m.family != "phi3":
+                del qkv
+        else:
+            bias = m.qkv_bias or m.family == "phi"
+            q = self.linear(x, h, q_n, "q", bias)
+            if m.qk_norm:
+                q = self.norm(q, q_n if m.family == "olmo2" else d)
+            k = self.linear(x, h, k_n, "k", bias)
+            if m.qk_norm:
+                k = self.norm(k, k_n if m.family == "olmo2" else d)
+            v = self.linear(x, h, k_n, "v", bias)
+        if m.family != "gpt2":
+            q, k = self.rotate(q, k, table)
+        k, v = self.remember(k, v, layer)
+        y = self.attend(q, k, v, m.windowed(layer))
+        y = self.linear(y, q_n, h, "o", bias=m.plain_mlp)
+        return t.drop(y) if m.family == "gpt2" else y
+
+    def _latent_attention(self, x, table, layer):
+        """DeepSeek's attention, expanded to full heads as in training."""
+        t, z, h, a, rows = self.tape, self.m.latent, self.m.hidden, self.a, self.rows
+        width = z.nope + z.rope
+        if z.q_rank:
+            low = self.norm(self.linear(x, h, z.q_rank, "qa"), z.q_rank)
+            q = self.linear(low, z.q_rank, a * width, "q")
+            del low
+        else:
+            q = self.linear(x, h, a * width, "q")
+        joint = self.linear(x, h, z.kv_rank + z.rope, "kva")
+        latent, rope = t.split(joint, [rows * z.kv_rank, rows * z.rope])
+        del joint
+        kv = self.linear(self.norm(latent, z.kv_rank), z.kv_rank, a * (z.nope + z.v_head), "kv")
+        del latent
+        k_nope, v = t.split(kv, [rows * a * z.nope, rows * a * z.v_head])
+        del kv
+        q_nope, q_rope = t.split(q, [rows * a * z.nope, rows * a * z.rope])
+        q_rope, rope = self.rotate(q_rope, rope, table)
+        q = t.cat(q_nope, q_rope)
+        k = t.cat(k_nope, t.copy(rope, rope.n * a))
+        del q_nope, q_rope, k_nope, rope
+        y = self.attend(q, k, v, False)
+        if y.n != rows * a * z.v_head:
+            y = t.part(y, rows * a * z.v_head)
+        return self.linear(y, a * z.v_head, h, "o")
+
+    def mlp(self, x, layer):
+        e = self.m.experts
+        if e and layer >= e.dense_layers:
+            return self._experts(x)
+        return self._dense(x, self.ffn)
+
+    def _dense(self, x, f):
+        t, m, h, rows = self.tape, self.m, self.m.hidden, x.n // self.m.hidden
+        if m.plain_mlp:
+            y = self.linear(x, h, f, "up", bias=True)
+            y = self._gelu_new(y) if m.family in ("gpt2", "phi") else t.map(y, "input")
+            y = self.linear(y, f, h, "down", bias=True)
+            return t.drop(y) if m.family == "gpt2" else y
+        if m.family == "phi3":
+            both = self.linear(x, h, 2 * f, "gate_up")
+            gate, up = t.split(both, [rows * f] * 2)
+            del both
+            up = t.mul(up, t.map(gate, "input"))
+            del gate
+            return self.linear(up, f, h, "down")
+        if self.job.kernels == "fused":  # silu(gate) is computed again in backward
+            y = self._fused_gate(self.linear(x, h, f, "gate"), self.linear(x, h, f, "up"))
+            return self.linear(y, f, h, "down")
+        gate = t.map(self.linear(x, h, f, "gate"), "input")
+        up = self.linear(x, h, f, "up")
+        y = t.mul(gate, up)
+        del gate, up
+        return self.linear(y, f, h, "down")
+
+    def _fused_gate(self, gate, up):
+        t, n, item = self.tape, gate.n, gate.item
+        out = t.tensor(n, item)
+        return t.op(out, [gate, up], lambda g, *_: [t.tensor(n, item), t.tensor(n, item)],
+                    [gate, up])
+
+    def _gelu_new(self, x):
+        """0.5 x (1 + tanh(c (x + 0.044715 x^3))), written out; autocast takes pow to fp32."""
+        t = self.tape
+        half = t.map(x)
+        wide = t.cast(x, 4) if self.job.autocast else x
+        cube = t.map(t.map(wide, "input", temporaries=2))
+        inner = t.map(t.add(x, cube))
+        del cube, wide
+        inner = t.map(t.map(inner, "output"))
+        return t.mul(half, inner)
+
+    def _experts(self, x):
+        """Tokens sorted by expert, grouped products, weighted sum; balanced routing."""
+        t, e, h, rows = self.tape, self.m.experts, self.m.hidden, self.rows
+        f, count = e.ffn // (self.job.tensor // self.split), e.count // self.job.expert
+        logits = t.linear(x, self.weight(h * e.count), rows * e.count)
+        scores = t.softmax(t.cast(logits, 4))
+        del logits
+        top = t.mul(t.part(scores, rows * e.top_k), t.tensor(rows, 4))
+        del scores
+        n = rows * e.top_k
+        chosen = t.copy(x, n * h)
+        both = t.linear(chosen, self.weight(count * 2 * f * h), n * 2 * f)
+        del chosen
+        both = t.copy(both)
+        gate, up = t.split(both, [n * f] * 2)
+        del both
+        y = t.mul(t.map(gate, "input"), up)
+        del gate, up
+        y = t.linear(y, self.weight(count * f * h), n * h)
+        y = t.copy(y)
+        y = t.mul(y, top)
+        y = t.copy(y)
+        y = t.mean(y, rows * h)
+        y = t.cast(y, x.item)
+        if e.shared:
+            y = t.add(y, self._dense(x, f * e.shared))
+        return y
+
+    def layer(self, x, table, layer):
+        t, m, h = self.tape, self.m, self.m.hidden
+        if m.family == "gpt_neox" or m.family == "phi":
+            first = self.norm(x, h)
+            y = self.attention(first, table, layer)
+            second = first if m.family == "phi" else self.norm(x, h)
+            del first
+            z = self.mlp(second, layer)
+            del second
+            return t.add(t.add(z, y), x)
+        if m.family == "olmo2":
+            x = t.add(x, self.norm(self.attention(x, table, layer), h))
+            return t.add(x, self.norm(self.mlp(x, layer), h))
+        y = self.attention(self.norm(x, h), table, layer)
+        if m.is_gemma and m.family != "gemma":
+            y = self.norm(y, h)
+        x = t.add(x, y)
+        del y
+        y = self.mlp(self.norm(x, h), layer)
+        if m.is_gemma and m.family != "gemma":
+            y = self.norm(y, h)
+        return t.add(x, y)
+
+    # -- the model --
+
+    def kinds(self):
+        """Layers in order as (kind, first layer of the run, how many): like ones together."""
+        m, job = self.m, self.job
+        count = job.local_layers(m)
+        if self.every_layer:
+            return [(i, 1) for i in range(count)]
+        kinds = [(m.windowed(i) and (m.window < self.s), bool(m.experts)
+                  and i >= m.experts.dense_layers) for i in range(count)]
+        middle = {}
+        for i in range(1, count - 1):
+            middle.setdefault(kinds[i], []).append(i)
+        runs = [(0, 1)]
+        # the second layer apart: without gradients into the first, LoRA's first layer differs
+        for members in middle.values():
+            runs.append((members[0], len(members)))
+        if count > 1:
+            runs.append((count - 1, 1))
+        return runs
+
+    def hidden_states(self):
+        """Embedding and layers; autograd's graph is left on the tape."""
+        t, m, job = self.tape, self.m, self.job
+        self.embedding_weight = self.outer_weight(self.vocab * m.hidden)
+        if self.stage == "last":
+            x = t.receive(self.rows * m.hidden, self.outer)
+        else:
+            x = t.embedding(self.embedding_weight, self.rows, m.hidden)
+        if m.is_gemma:
+            x = t.map(x)
+        if m.positions:
+            places = t.embedding(self.weight(m.positions * m.hidden), self.s, m.hidden)
+            x = t.drop(t.add(x, places))
+            del places
+        tables = [t.tensor(self.s * m.head_dim, 4 if m.family == "companion" else x.item)
+                  for _ in range(2)] if m.family != "gpt2" else [None]
+        masks = []
+        if job.attention == "eager" or (m.window and m.window < self.s and not self.past):
+            keys = self.s + self.past
+            item = job.mask_bytes if job.attention == "eager" else 1
+            masks.append(t.tensor(self.s * keys, item))
+            if m.family in ("gemma2", "gemma3"):
+                masks.append(t.tensor(self.s * keys, item))
+        self.held = (tables, masks)
+        embedded = x  # a variable of the model's forward, until that returns
+        gathered, reduced = self.layer_traffic()
+        t.change("gathered", gathered)
+        for first, copies in self.kinds():
+            t.where = f"layer {first + 1}"
+            x = self._run(x, tables[0], first, copies)
+        t.change("gathered", -gathered)
+        if t.grad and gathered + reduced:
+            def again():
+                t.change("gathered", gathered)
+                t.change("communication", reduced)
+            x = t.through(x, again)
+        t.where = "after the layers"
+        if self.stage != "first":
+            x = self.norm(x, m.hidden)
+        del embedded
+        return x
+
+    def _run(self, x, table, first, copies):
+        """One layer, and ``copies - 1`` that are booked like it."""
+        t, job, made = self.tape, self.job, len(self.made)
+        before = dict(t.live)
+        if job.checkpointing and t.grad:
+            y = t.checkpoint(lambda inner: self.layer(inner, table, first), x)
+        else:
+            y = self.layer(x, table, first)
+        del x
+        more = copies - 1
+        if not more:
+            return y
+        self.made += self.made[made:] * more
+        kept = {k: (t.live[k] - before[k]) * more for k in t.live if t.live[k] > before[k]}
+        kept.pop("temporaries", None)  # the layer's output, which the next one consumes
+        if not t.grad or not y.needs:
+            return self._book(y, kept)
+        grads = self.layer_gradients(first) * more
+        for kind, nbytes in kept.items():
+            t.change(kind, nbytes)
+
+        def passed():
+            casts = 0 if job.checkpointing else kept.get("weight casts", 0)
+            for kind, nbytes in kept.items():
+                t.change(kind, -(casts if kind == "weight casts" else nbytes))
+            t.change("gradients", grads)
+
+        if job.checkpointing:
+            self.ghost_casts += kept.get("weight casts", 0)
+        return t.through(y, passed)
+
+    def _book(self, y, kept):
+        for kind, nbytes in kept.items():
+            self.tape.change(kind, nbytes)
+        return y
+
+    def layer_traffic(self):
+        """Bytes that FSDP gathers while it is among the layers, and that it reduces there.
+
+        Gathered: this layer and the next. Reduced: a layer's whole gradients, and the buffer
+        in which those of the layer before are on their way.
+        """
+        m, job = self.m, self.job
+        if job.shard != 3 and job.offload != "parameters":
+            return 0, 0
+        n = max(m.layer_parameters(0), m.layer_parameters(m.layers - 1)) // job.tensor
+        packed = nf4_bytes(n) if job.method == "qlora" else n * job.weight_bytes
+        return int(2 * packed), n * (job.weight_bytes + job.gradient_bytes) if self.full else 0
+
+    def layer_gradients(self, layer):
+        """Bytes of the gradients of one layer's trainable parameters."""
+        if self.job.gradients_stay:
+            return 0
+        if self.full:
+            n = self.m.layer_parameters(layer) // self.job.tensor * self.job.gradient_bytes
+        else:
+            n = self.job.adapter_parameters(self.m, 1) * self.job.adapter_bytes
+        return n // self.job.gradient_shards
+
+    def head(self, x, tokens=None):
+        """Logits of the last ``tokens`` positions (all by default)."""
+        t, m = self.tape, self.m
+        if tokens is not None and tokens * self.b < self.rows:
+            x = t.part(x, tokens * self.b * m.hidden)
+        rows = x.n // m.hidden
+        vocab = self.vocab
+        t.new_kind = "logits"
+        table = self.embedding_weight if m.tied else self.outer_weight(vocab * m.hidden)
+        y = t.linear(x, table, rows * vocab, self.weight(vocab) if m.family == "phi" else None)
+        if m.family == "gemma2":
+            y = t.map(y)
+            y = t.map(y, "output")
+            y = t.map(y)
+        return y
+
+    def loss(self, logits):
+        """Cross entropy in fp32, as plain, fused or chunked code computes it."""
+        t, n = self.tape, logits.n
+        kind = self.job.loss
+        if kind != "plain":
+            item, chunks = logits.item, 1 if kind == "fused" else 16
+            out = t.tensor(1, 4)
+            if kind == "chunked":  # only one chunk of logits and gradients lives at a time
+                return t.op(out, [logits], lambda g, *_: [t.tensor(n // chunks, item)], [])
+            stored = t.tensor(n, item)
+            return t.op(out, [logits], lambda g, *_: [t.tensor(n, item)], [stored])
+        wide = t.cast(logits, 4)
+        logs = t.tensor(n, 4)
+        t.op(logs, [wide], lambda g, out: [t.tensor(n, 4)], [logs])
+        picked = t.tensor(1, 4)
+        return t.op(picked, [logs], lambda g, *_: [t.tensor(n, 4)],
+                    [logs, t.tensor(self.rows, 8)])
+
+
+def training_moments(model, job, static, step, stage=None):
+    """Forward, loss, backward and optimizer step of one micro-batch in the steady state.
+
+    static: bytes by component that exist all along (weights, moments ...); step: gives the
+    bytes that the optimizer allocates on the way, from those of the gradients. stage: "first"
+    holds the activations of as many micro-batches as there are stages, "last" has the loss.
+    Returns a list of Moment.
+    """
+    dropout = 0.1 if model.family == "gpt2" else 0.0
+    if stage == "first":
+        tape = Tape(job.autocast, dropout)
+        graph = [Walk(model, job, tape, stage=stage).hidden_states()]  # holds what is saved
+        static = {**static, "activations": tape.live["activations"] * (job.pipeline - 1)}
+        graph.clear()
+    tape = Tape(job.autocast, dropout)
+    for kind, nbytes in static.items():
+        tape.change(kind, nbytes)
+    tape.mark()
+    moments = []
+
+    def close(name):
+        parts, where = tape.phase_peak()
+        moments.append(Moment(name, dict(parts), where))
+        tape.mark()
+
+    forward_backward(Walk(model, job, tape, stage=stage), close)
+    gone = {"activations", "gathered"} | ({"communication"} if job.shard == 3 else set())
+    static = {k: v for k, v in static.items() if k not in gone}
+    parts = {**static, "gradients": tape.live["gradients"],
+             "temporaries": step(tape.live["gradients"])}
+    moments.append(Moment("step", {**dict.fromkeys(tape.live, 0), **parts}, "optimizer"))
+    return moments
+
+
+def forward_backward(walk, close=lambda name: None):
+    """One micro-batch on the walk's tape; ``close(phase)`` is called as each one ends."""
+    tape, job = walk.tape, walk.job
+    x = walk.hidden_states()
+    close("forward")
+    tape.where = "head and loss"
+    if walk.stage == "first":
+        loss = tape.op(tape.tensor(1, 4), [x], lambda g: [tape.tensor(n, item)])
+        n, item = x.n, x.item
+    elif job.loss == "chunked":
+        loss = _chunked(walk, x)
+    else:
+        logits = walk.head(x)
+        if walk.m.family == "companion":
+            del x  # elsewhere a variable holds it until the loss is there
+        loss = walk.loss(logits)
+        del logits
+    x = tape.new_kind = None
+    if job.autocast:
+        tape.end_autocast()
+        tape.change("weight casts", -walk.ghost_casts)
+    close("loss")
+    walk.held = None
+    tape.where = "head and loss"
+    tape.backward(loss)
+    del loss
+    if walk.roots:
+        _reduce_roots(walk)
+    close("backward")
+
+
+def _reduce_roots(walk):
+    """FSDP's last reduction: whole gradients of embedding and head become this rank's part."""
+    tape, job = walk.tape, walk.job
+    tape.where = "embedding and head"
+    buffer = tape.tensor(sum(w.n for w in walk.roots), job.gradient_bytes, "communication")
+    for w in walk.roots:
+        if w.grad is not None:
+            tape.kept.remove(w.grad)
+            w.grad = None
+        part = -(-w.n // job.gradient_shards)
+        tape.kept.append(tape.tensor(part, job.gradient_bytes, "gradients"))
+    del buffer
+
+
+def _chunked(walk, x):
+    """Head and loss over 1/16 of the positions at a time; logits are computed again."""
+    t, m = walk.tape, walk.m
+    n = x.n // m.hidden * walk.vocab // 16
+    size, item = x.n, x.item
+    held = [t.tensor(n, 4) for _ in range(3)]
+    del held
+    out = t.tensor(1, 4)
+    w = walk.embedding_weight if m.tied else walk.outer_weight(walk.vocab * m.hidden)
+
+    def back(g, *_):
+        held = [t.tensor(n, 4) for _ in range(3)]
+        gw = t.tensor(w.n, w.item) if w.trainable else None
+        del held
+        return [t.tensor(size, item), gw]
+
+    return t.op(out, [x, w], back, [x])
+
+
+def parameters_met(model, job):
+    """[(elements, bytes of one, trainable)] of every parameter, in the order of the forward."""
+    tape = Tape(job.autocast)
+    tape.grad = False
+    walk = Walk(model, job, tape)
+    walk.head(walk.hidden_states())
+    return walk.made
+
+
+def count_parameters(model, job):
+    """(all, trainable) parameters on one GPU, as the walk meets them."""
+    met = parameters_met(model, job)
+    return sum(n for n, _, _ in met), sum(n for n, _, trainable in met if trainable)
+
+
+class _Uncounted(Tape):
+    """A tape whose bytes are counted by its allocator alone."""
+
+    def change(self, kind, nbytes):
+        pass
+
+
+def training_cache(model, job, steps=2):
+    """Bytes that PyTorch's allocator keeps beyond the peak of ``steps`` steps, by bookkeeping.
+
+    Every tensor of every layer is given its block. The first step runs without moments, so
+    that the second finds the cache that it left.
+    """
+    allocator = Allocator()
+    met = parameters_met(model, job)
+    held = [allocator.malloc(n * item) for n, item, _ in met]
+    trained = [(n, item) for n, item, trainable in met if trainable]
+    held.append(allocator.malloc(WORKSPACE))
+    first = replace(job, accumulate=1)
+    dropout = 0.1 if model.family == "gpt2" else 0.0
+    for number in range(steps):
+        tapes = []
+        for part in range(min(job.accumulate, 2)):  # later ones are like the second
+            tape = _Uncounted(job.autocast, dropout, allocator)
+            tapes.append(tape)
+            forward_backward(Walk(model, job if part else first, tape, True))
+            if number == part == 0:
+                held.append(allocator.malloc(WORKSPACE))
+        if number == 0:
+            moments = job.moments_kept
+            held += [allocator.malloc(n * item) for n, item in trained for _ in range(moments)]
+        if job.optimizer == "adamw":
+            roots = [allocator.malloc(n * item) for n, item in trained]
+            for block in roots:
+                allocator.free(block)
+        for tape in tapes:
+            tape.kept.clear()
+    return allocator.reserved - allocator.highest
+
+
+def inference_moments(model, job, static):
+    """Prefill and the last step of decoding, without gradients. Returns a list of Moment."""
+    tape = Tape(job.recipe == "autocast")
+    tape.grad = False
+    for kind, nbytes in static.items():
+        tape.change(kind, nbytes)
+    tape.mark()
+    if job.paged:
+        return [_engine_moment(model, job, tape)]
+    walk = Walk(model, job, tape)
+    walk.cache = {}
+    moments = []
+
+    def close(name):
+        parts, where = tape.phase_peak()
+        moments.append(Moment(name, dict(parts), where))
+        tape.mark()
+
+    x = walk.hidden_states()
+    tape.where = "head"
+    walk.head(x, None if job.all_logits else 1)
+    del x
+    tape.new_kind = walk.held = None
+    close("prefill")
+    if job.new_tokens:
+        walk.past, walk.s = job.sequence + job.new_tokens - 1, 1
+        walk.rows = walk.b
+        grown = _cache_bytes(model, job, walk.past) - tape.live["KV cache"]
+        tape.change("KV cache", grown)
+        walk.head(walk.hidden_states())
+        tape.new_kind = walk.held = None
+        close("decode")
+    return moments
+
+
+CHUNK, PAGE = 8192, 16  # tokens that an engine computes at a time, and in a page of its cache
+
+
+def _engine_moment(model, job, tape):
+    """An engine's fullest moment: all pages taken, and a chunk of prompts in the layers."""
+    pages = -(-(job.sequence + job.new_tokens) // PAGE) * job.batch
+    per_token = model.kv_elements_per_layer(job.tensor) * job.local_layers(model)
+    tape.change("KV cache", int(pages * PAGE * per_token * job.kv_bits / 8))
+    chunk = replace(job, batch=1, sequence=min(job.batch * job.sequence, CHUNK))
+    walk = Walk(model, chunk, tape)
+    walk.head(walk.hidden_states(), min(job.batch, chunk.sequence))
+    parts, where = tape.phase_peak()
+    return Moment("serving", dict(parts), where)
+
+
+def _cache_bytes(model, job, tokens):
+    """Bytes of all layers' keys and values of ``tokens`` tokens a sequence on one GPU."""
+    layers = job.local_layers(model)
+    return int(job.batch * model.kv_bytes(tokens, job.kv_bits, job.tensor, True, layers))
+
+
+def inference_cache(model, job, most=16):
+    """Bytes that PyTorch's allocator keeps beyond the peak of a prompt and ``most`` new tokens."""
+    allocator = Allocator()
+    held = [allocator.malloc(n * item) for n, item, _ in parameters_met(model, job)]
+    held.append(allocator.malloc(WORKSPACE))
+    tape = _Uncounted(allocator=allocator)
+    tape.grad = False
+    walk = Walk(model, job, tape, True)
+    walk.cache = {}
+    walk.head(walk.hidden_states(), None if job.all_logits else 1)
+    tape.new_kind = walk.held = None
+    walk.past, walk.s, walk.rows = job.sequence, 1, walk.b
+    for _ in range(min(most, job.new_tokens)):
+        walk.head(walk.hidden_states())
+        tape.new_kind = walk.held = None
+        walk.past += 1
+    return allocator.reserved - allocator.highest

@@ -1,0 +1,420 @@
+"""A torch without numbers: tensors that know only their bytes, and a backward pass over them.
+
+    tape = Tape()
+    x = tape.tensor(tokens * hidden, 2)
+    y = tape.linear(x, tape.parameter(hidden * ffn, 2), tokens * ffn)
+    tape.backward(y)
+    tape.peak                       # the fullest moment, by component
+
+What autograd saves, what an operation allocates on the way, what backward allocates and
+when all of it dies are written down once per operation, as PyTorch 2 does it on a GPU.
+A storage dies with its last reference, like there, so a model written with these operations
+has the lifetimes of the real one. Elements are counted, shapes are not.
+
+Standard library only: this file also runs in a browser.
+"""
+import heapq
+
+KINDS = ("weights", "moments", "gradients", "weight casts", "activations", "logits",
+         "KV cache", "temporaries", "gathered", "workspaces", "communication")
+
+
+class Storage:
+    """Bytes that are allocated until the last tensor that looks at them is gone."""
+    __slots__ = ("tape", "bytes", "kind", "block")
+
+    def __init__(self, tape, nbytes, kind):
+        self.tape, self.bytes, self.kind = tape, -(-nbytes // 512) * 512, kind
+        tape.change(kind, self.bytes)
+        self.block = tape.allocator and nbytes and tape.allocator.malloc(nbytes)
+
+    def name(self, kind):
+        """Book the bytes under another component from now on."""
+        if kind != self.kind:
+            self.tape.live[self.kind] -= self.bytes
+            self.tape.live[kind] += self.bytes
+            self.kind = kind
+
+    def __del__(self):
+        self.tape.change(self.kind, -self.bytes)
+        if self.block:
+            self.tape.allocator.free(self.block)
+
+
+class Parameter:
+    """A leaf: its bytes are counted by the caller, its gradient by the tape."""
+    __slots__ = ("tape", "n", "item", "trainable", "grad", "held", "kept", "shards")
+
+    def __init__(self, tape, n, item, trainable=True, held=False, kept=None, shards=1):
+        self.tape, self.n, self.item, self.trainable = tape, n, item, trainable
+        self.shards = shards
+        self.grad, self.held = None, held  # held: a gradient of an earlier micro-batch exists
+        self.kept = item if kept is None else kept  # bytes of an element of the kept gradient
+
+    def accept(self, g):
+        """AccumulateGrad: keep the first gradient as it is, add later ones in place."""
+        if self.grad is None and not self.held:
+            if self.kept != g.item or self.shards > 1:  # reduced to this rank's part
+                g = self.tape.tensor(-(-g.n // self.shards), self.kept)
+            g.storage.name("gradients")
+            self.grad = g
+            self.tape.kept.append(g)
+
+
+class Tensor:
+    """n elements of ``item`` bytes; ``node`` produced it, if a gradient is to flow back."""
+    __slots__ = ("n", "item", "storage", "node")
+
+    def __init__(self, n, item, storage, node=None):
+        self.n, self.item, self.storage, self.node = n, item, storage, node
+
+    @property
+    def needs(self):
+        return self.node is not None
+
+
+class Node:
+    """One operation of the backward graph."""
+    __slots__ = ("seq", "edges", "back", "saved")
+
+    def __init__(self, seq, edges, back, saved):
+        self.seq, self.edges, self.back, self.saved = seq, edges, back, saved
+
+
+def needs(t):
+    return t.trainable if isinstance(t, Parameter) else t.node is not None
+
+
+def _edge(t):
+    return (t if t.trainable else None) if isinstance(t, Parameter) else t.node
+
+
+class Tape:
+    """Live bytes by component, the peak since ``mark``, and the operations of a model."""
+
+    def __init__(self, autocast=False, dropout=0.0, allocator=None):
+        self.allocator = allocator
+        self.live = dict.fromkeys(KINDS, 0)
+        self.total, self.highest, self.peak = 0, 0, dict(self.live)
+        self.grad, self.autocast, self.dropout = True, autocast, dropout
+        self.seq, self.casts, self.kept = 0, {}, []  # kept: gradients of parameters
+        self.new_kind, self.where, self.peak_where = None, "", ""
+
+    # -- bookkeeping --
+
+    def change(self, kind, nbytes):
+        self.live[kind] += nbytes
+        self.total += nbytes
+        if nbytes > 0:
+            if self.total > self.highest:
+                self.highest, self.peak, self.peak_where = self.total, None, self.where
+        elif self.peak is None and nbytes:
+            self._photograph(kind, nbytes)
+
+    def _photograph(self, kind, nbytes):
+        """The components at the peak that just ended with this change."""
+        self.peak = dict(self.live)
+        self.peak[kind] -= nbytes
+
+    def mark(self):
+        """Begin a phase: the peak is sought from here on."""
+        self.highest, self.peak, self.peak_where = self.total, None, self.where
+
+    def phase_peak(self):
+        """{component: bytes} at the fullest moment since ``mark``, and where it was."""
+        return dict(self.live) if self.peak is None else self.peak, self.peak_where
+
+    def tensor(self, n, item, kind=None):
+        kind = kind or self.new_kind or "temporaries"
+        return Tensor(n, item, Storage(self, n * item, kind))
+
+    def parameter(self, n, item, trainable=True, held=False, kept=None, shards=1):
+        return Parameter(self, n, item, trainable, held, kept, shards)
+
+    def op(self, out, inputs, back, saved=()):
+        """Give ``out`` its node, if any input needs a gradient; name what it saves."""
+        edges = [_edge(t) for t in inputs] if self.grad else ()
+        if any(edge is not None for edge in edges):
+            self.seq += 1
+            kept = []
+            for t in saved:
+                if isinstance(t, Tensor):
+                    if t.storage.kind == "temporaries":
+                        t.storage.name("activations")
+                    t = Tensor(t.n, t.item, t.storage)
+                kept.append(t)
+            out.node = Node(self.seq, edges, back, kept)
+        return out
+
+    def backward(self, loss):
+        """Run the graph from ``loss``; newer nodes first, as autograd's engine does."""
+        heap, buffers = [], {}
+
+        def send(node, g):
+            if node is None or g is None:
+                return
+            if isinstance(node, Parameter):
+                node.accept(g)
+            elif node in buffers:
+                pass  # added in place
+            else:
+                buffers[node] = g
+                heapq.heappush(heap, (-node.seq, id(node), node))
+
+        send(loss.node, self.tensor(1, 4))
+        loss.node = None
+        while heap:
+            node = heapq.heappop(heap)[2]
+            grads = node.back(buffers.pop(node), *node.saved)
+            node.back = node.saved = None
+            edges, node.edges = node.edges, None
+            while edges:  # hand over one by one, so that nothing is held twice
+                send(edges.pop(), grads.pop())
+
+    # -- operations --
+
+    def cast(self, t, item):
+        if t.item == item:
+            return t
+        out = self.tensor(t.n, item)
+        n, old = t.n, t.item
+        return self.op(out, [t], lambda g: [self.tensor(n, old)])
+
+    def weight(self, w, item):
+        """A parameter as a product wants it: autocast keeps one cast copy for the pass."""
+        if w.item == item:
+            return w
+        if w not in self.casts:
+            copy = self.tensor(w.n, item, "weight casts")
+            n, old = w.n, w.item
+            self.casts[w] = self.op(copy, [w], lambda g: [self.tensor(n, old)])
+        return self.casts[w]
+
+    def end_autocast(self):
+        self.casts.clear()
+
+    def linear(self, x, w, n_out, bias=None):
+        """x times a weight; under autocast both in 16 bits, x cast for each product anew."""
+        if self.autocast:
+            x, w = self.cast(x, 2), self.weight(w, 2)
+        out, n, item, wn = self.tensor(n_out, x.item), x.n, x.item, w.n
+        x_needs, w_needs = needs(x), needs(w)
+
+        def back(g, *_):
+            gx = self.tensor(n, item) if x_needs else None
+            gw = self.tensor(wn, item) if w_needs else None
+            gb = self.tensor(bias.n, bias.item) if bias is not None and bias.trainable else None
+            return [gx, gw, gb][:2 + (bias is not None)]
+
+        saved = [t for t, other in ((x, w_needs), (w, x_needs)) if other]
+        return self.op(out, [x, w] + [bias] * (bias is not None), back, saved)
+
+    def _to_input(self, g, item, n):
+        """A gradient of the product's type brought to the input's size and type."""
+        if n < g.n or item != g.item:
+            return self.tensor(n, item)
+        return g
+
+    def mul(self, a, b):
+        """Elementwise, with broadcasting; a mixed product has the wider type."""
+        n, item = max(a.n, b.n), max(a.item, b.item)
+        out = self.tensor(n, item)
+        sides = [(needs(a), a.n, a.item, b.item), (needs(b), b.n, b.item, a.item)]
+
+        def back(g, *_):
+            grads = []
+            for wanted, size, own, other in sides:
+                if wanted:
+                    grads.append(self._to_input(self.tensor(n, max(g.item, other)), own, size))
+                else:
+                    grads.append(None)
+            return grads
+
+        saved = [t for t, other in ((a, b), (b, a)) if needs(other)]
+        return self.op(out, [a, b], back, saved)
+
+    def add(self, a, b):
+        n, item = max(a.n, b.n), max(a.item, b.item)
+        out = self.tensor(n, item)
+        sides = [(needs(a), a.n, a.item), (needs(b), b.n, b.item)]
+
+        def back(g):
+            return [self._to_input(g, own, size) if wanted else None
+                    for wanted, size, own in sides]
+
+        return self.op(out, [a, b], back)
+
+    def map(self, x, save=None, temporaries=0):
+        """An elementwise function. save: "input", "output" or None; temporaries: how many
+        tensors of its size the backward formula makes on the way."""
+        out, n, item = self.tensor(x.n, x.item), x.n, x.item
+        saved = {"input": [x], "output": [out], None: []}[save]
+
+        def back(g, *_):
+            extra = [self.tensor(n, item) for _ in range(temporaries)]
+            result = self.tensor(n, item)
+            del extra
+            return [result]
+
+        return self.op(out, [x], back, saved)
+
+    def mean(self, x, n_out):
+        """Over the last dimension; backward writes the expanded gradient out."""
+        out, n, item = self.tensor(n_out, x.item), x.n, x.item
+        return self.op(out, [x], lambda g: [self.tensor(n, item)])
+
+    def part(self, x, n):
+        """A slice of x, without a copy; backward fills a tensor of x's size."""
+        whole, item = x.n, x.item
+        out = Tensor(n, x.item, x.storage)
+        return self.op(out, [x], lambda g: [self.tensor(whole, item)])
+
+    def split(self, x, sizes):
+        """Views that cover x; their gradients are joined in one tensor of x's size."""
+        whole, item = x.n, x.item
+        joined = Tensor(x.n, x.item, x.storage)
+        self.op(joined, [x], lambda g: [self.tensor(whole, item)])
+        outs = []
+        for n in sizes:
+            out = Tensor(n, item, x.storage)
+            outs.append(self.op(out, [joined], lambda g: [g]))
+        return outs
+
+    def cat(self, *parts):
+        out = self.tensor(sum(p.n for p in parts), max(p.item for p in parts))
+        count = len(parts)
+        return self.op(out, parts, lambda g: [g] * count)
+
+    def copy(self, x, n=None):
+        """``contiguous`` or ``repeat``: n elements in a new storage."""
+        size, item = x.n, x.item
+        out = self.tensor(n or x.n, x.item)
+        same = out.n == size
+        return self.op(out, [x], lambda g: [g if same else self.tensor(size, item)])
+
+    def softmax(self, x):
+        """Backward first writes the product of gradient and output, then the result."""
+        return self.map(x, "output", temporaries=1)
+
+    def drop(self, x):
+        """Dropout: a one-byte mask is saved."""
+        if not self.dropout or not self.grad:
+            return x
+        mask, out, n, item = self.tensor(x.n, 1), self.tensor(x.n, x.item), x.n, x.item
+        return self.op(out, [x], lambda g, *_: [self.tensor(n, item)], [mask])
+
+    def matmul(self, a, b, n_out):
+        if self.autocast:
+            a, b = self.cast(a, 2), self.cast(b, 2)
+        out = self.tensor(n_out, a.item)
+        sides = [(needs(t), t.n, t.item) for t in (a, b)]
+
+        def back(g, *_):
+            return [self.tensor(n, item) if wanted else None for wanted, n, item in sides]
+
+        return self.op(out, [a, b], back, [a, b])
+
+    def norm(self, x, weight, rows, bias=None, statistics=1):
+        """A fused LayerNorm or RMSNorm: saves its input and a number or two per row."""
+        if self.autocast:
+            x = self.cast(x, 4)
+        out = self.tensor(x.n, max(x.item, 2))
+        stats = self.tensor(rows * statistics, 4)
+        n, item = x.n, x.item
+        leaves = [w for w in (weight, bias) if w is not None]
+
+        def back(g, *_):
+            return [self.tensor(n, item)] + [self.tensor(w.n, w.item) if w.trainable else None
+                                             for w in leaves]
+
+        return self.op(out, [x, *leaves], back, [x, stats])
+
+    def attention(self, q, k, v, rows, expand=1):
+        """Fused attention: saves q, k, v, its output and a log-sum-exp per query and head.
+
+        Backward accumulates dq in fp32; with grouped queries (``expand`` query heads to a
+        key head) it first writes dk and dv for every query head.
+        """
+        if self.autocast:
+            q, k, v = (self.cast(t, 2) for t in (q, k, v))
+        out, lse = self.tensor(q.n, q.item), self.tensor(rows, 4)
+        sizes = [(t.n, t.item) for t in (q, k, v)]
+        wide = q.item == 4
+
+        def back(g, *_):
+            grads = [self.tensor(n, item) for n, item in sizes]
+            extra = [self.tensor(rows, 4)]
+            if not wide:
+                extra.append(self.tensor(sizes[0][0], 4))
+                if expand > 1:
+                    extra += [self.tensor(sizes[1][0] * expand, 2) for _ in "kv"]
+            del extra
+            return grads
+
+        return self.op(out, [q, k, v], back, [q, k, v, out, lse])
+
+    def embedding(self, w, tokens, hidden):
+        out, ids = self.tensor(tokens * hidden, w.item), self.tensor(tokens, 8)
+        return self.op(out, [w], lambda g, *_: [self.tensor(w.n, w.item)], [ids])
+
+    def receive(self, n, item):
+        """What the pipeline stage before sends: its gradient is sent back."""
+        return self.op(self.tensor(n, item), [_Input()], lambda g: [g])
+
+    def through(self, x, action):
+        """x itself; ``action()`` runs when the backward pass comes by."""
+        out = Tensor(x.n, x.item, x.storage)
+
+        def back(g):
+            action()
+            return [g]
+
+        return self.op(out, [x], back)
+
+    def checkpoint(self, function, x):
+        """Run without saving; in backward, run again and go back through it at once."""
+        if not self.grad:
+            return function(x)
+        self.grad = False
+        inside = Tensor(x.n, x.item, x.storage)
+        y = function(inside)
+        del inside
+        self.grad = True
+        out = Tensor(y.n, y.item, y.storage)
+        del y
+        n, item, had_gradient = x.n, x.item, x.needs
+
+        def back(g, kept):
+            leaf = _Input()
+            again = Tensor(n, item, kept.storage, leaf)
+            y = function(again)
+            again = None
+            self._inner(y, g)
+            if self.autocast:
+                self.end_autocast()
+            return [leaf.grad if had_gradient else None]
+
+        # the layer's own parameters need gradients even where its input does not
+        self.seq += 1
+        x.storage.name("activations") if x.storage.kind == "temporaries" else None
+        out.node = Node(self.seq, [x.node], back, [Tensor(n, item, x.storage)])
+        return out
+
+    def _inner(self, y, g):
+        node, y.node = y.node, None
+        del y
+        root = Node(self.seq + 1, [node], lambda _: [g], [])
+        self.seq += 1
+        start = Tensor(1, 4, Storage(self, 0, "temporaries"), root)
+        self.backward(start)
+
+
+class _Input(Parameter):
+    """The input of a checkpointed layer: its gradient is handed on, not kept."""
+
+    def __init__(self):
+        super().__init__(None, 0, 0)
+
+    def accept(self, g):
+        if self.grad is None:
+            self.grad = g

@@ -1,0 +1,595 @@
+"""The planner against published counts, hand counts and real tensors; never against itself."""
+import contextlib
+import csv
+import functools
+import io
+import json
+import os
+import random
+import subprocess
+import sys
+from dataclasses import replace
+from importlib import resources
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from companion import cli, planner
+from companion.memory import (GB, GiB, LLAMA_2_7B, MiB, kv_bytes, llama_block_bytes,
+                              lora_parameters)
+from companion.planner import Job, find, format_size, make_plan, parse_size, plan
+from companion.planner_models import Model, find_model, from_config, from_parameters, registry
+from companion.planner_steps import Walk, count_parameters
+from companion.planner_tape import KINDS, Tape
+
+ROOT = Path(__file__).parents[1]
+TINY = Model("tiny", "llama", 4, 256, 8, 4, 32, 704, 5000)
+
+
+def run_cli(*arguments):
+    """(exit status, stdout, stderr) of the command in this process."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = cli.main(list(arguments))
+    return status, out.getvalue(), err.getvalue()
+
+
+# --- models ------------------------------------------------------------------------------------
+
+def _published():
+    text = resources.files("companion").joinpath("data", "models.csv").read_text("utf-8")
+    return [(r["name"], int(r["exact_params"])) for r in csv.DictReader(text.splitlines())]
+
+
+# Every family adds its own: ties, biases, norms of q and k, experts, latents, padded tables.
+@pytest.mark.parametrize("name, published", _published())
+def test_parameters_are_the_published_ones(name, published):
+    assert find_model(name).parameters == published
+
+
+def test_a_beginning_is_enough_if_it_is_the_only_one():
+    assert find_model("mistral-7b") is find_model("mistral-7b-v0.1")
+    assert find_model("gpt2") is find_model("gpt-2 small")
+    for many in ("llama", "qwen", "", "gemma-2"):
+        with pytest.raises(ValueError, match="no model"):
+            find_model(many)
+
+
+@pytest.mark.parametrize("name", registry())
+def test_the_walk_meets_every_parameter(name):
+    """The operations of a step, written apart from the counts, use as many parameters."""
+    model = find_model(name)
+    biases = 58 * 256 if model.family == "deepseek_v3" else 0  # only the router's choice uses them
+    met = count_parameters(model, Job(sequence=8))
+    assert met == (model.parameters - biases,) * 2
+
+
+def test_a_wrong_dimension_would_be_seen():
+    model = find_model("qwen2.5-7b")
+    for change in ({"tied": True}, {"qkv_bias": False}, {"kv_heads": 28}, {"vocab": 151936}):
+        assert replace(model, **change).parameters != model.parameters
+
+
+@pytest.mark.parametrize("written", ["llama-2-7b", "Llama 2 7B", "meta-llama/Llama-2-7b-hf",
+                                     "llama-7b", "LLAMA-2-7B-chat"])
+def test_names_are_found_however_written(written):
+    assert find_model(written).parameters == 6_738_415_616
+
+
+# Figures that other programs print: engines' logs, and the papers' own.
+@pytest.mark.parametrize("name, tokens, bits, tensor, expected", [
+    ("qwen3-30b-a3b", 262144, 16, 1, 24.00 * GiB),
+    ("llama-2-7b", 1, 16, 1, 524288),
+    ("deepseek-v3", 32768, 16, 1, 2196 * MiB),       # a latent: 576 numbers a layer
+    ("deepseek-v3", 32768, 16, 8, 2196 * MiB),       # and no less over tensor parallel ranks
+    ("llama-3-70b", 1000, 16, 8, 40960 * 1000),      # one of 8 heads on each
+    ("llama-3-70b", 1000, 16, 16, 40960 * 1000),     # never less than one
+    ("llama-2-7b", 1024, 8.5, 1, 524288 * 1024 * 8.5 / 16),
+])
+def test_caches_are_exact(name, tokens, bits, tensor, expected):
+    assert find_model(name).kv_bytes(tokens, bits, tensor) == expected
+
+
+def test_windows_bound_the_cache():
+    gemma = find_model("gemma-3-1b")  # 26 layers, one in six full, windows of 512
+    per_token = 2 * 1 * 256 * 2
+    assert gemma.kv_bytes(4096, windows=True) == per_token * (4 * 4096 + 22 * 512)
+    assert gemma.kv_bytes(4096) == per_token * 26 * 4096
+
+
+LLAMA_CONFIG = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008,
+                "num_attention_heads": 32, "num_hidden_layers": 32, "vocab_size": 32000}
+
+
+@pytest.mark.parametrize("config, published", [
+    (LLAMA_CONFIG, 6_738_415_616),
+    ({**LLAMA_CONFIG, "model_type": "mistral", "intermediate_size": 14336,
+      "num_key_value_heads": 8}, 7_241_732_096),
+    ({"model_type": "gpt2", "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024,
+      "vocab_size": 50257}, 124_439_808),
+    ({"model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072, "head_dim": 128,
+      "num_attention_heads": 16, "num_key_value_heads": 8, "num_hidden_layers": 28,
+      "vocab_size": 151936, "tie_word_embeddings": True}, 596_049_920),
+    ({"model_type": "gpt_neox", "hidden_size": 2048, "intermediate_size": 8192,
+      "num_attention_heads": 16, "num_hidden_layers": 24, "vocab_size": 50304}, 1_414_647_808),
+    ({"model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336,
+      "num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 32,
+      "vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2}, 46_702_792_704),
+    ({"model_type": "qwen2_moe", "hidden_size": 2048, "intermediate_size": 5632,
+      "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632, "num_experts": 60,
+      "num_experts_per_tok": 4, "num_attention_heads": 16, "num_key_value_heads": 16,
+      "num_hidden_layers": 24, "vocab_size": 151936}, 14_315_784_192),
+    ({"model_type": "deepseek_v2", "hidden_size": 2048, "intermediate_size": 10944,
+      "moe_intermediate_size": 1408, "n_routed_experts": 64, "n_shared_experts": 2,
+      "num_experts_per_tok": 6, "first_k_dense_replace": 1, "num_attention_heads": 16,
+      "num_key_value_heads": 16, "num_hidden_layers": 27, "vocab_size": 102400,
+      "kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+      "v_head_dim": 128}, 15_706_484_224),
+    ({"model_type": "gemma3", "text_config": {
+        "model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+        "num_hidden_layers": 34, "vocab_size": 262208, "sliding_window": 1024}}, 3_880_263_168),
+])
+def test_configurations_of_known_models(config, published, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    assert from_config(path).parameters == from_config(config).parameters == published
+
+
+def test_a_count_alone_says_what_was_guessed():
+    for count in (1e8, 1.3e9, 7e9, 34e9, 4e11):
+        model = from_parameters(count)
+        assert abs(model.parameters / count - 1) < 0.05
+        assert model.guessed and str(model.layers) in model.guessed[0]
+
+
+# --- the tape against real tensors -------------------------------------------------------------
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_block_saves_what_the_chapter_counts(fused):
+    """Batch 1: eager attention copies queries and keys for larger ones, which saves the same."""
+    shape, seq = LLAMA_2_7B, 512
+    job = Job(sequence=seq, attention="sdpa" if fused else "eager")
+    tape = Tape()
+    walk = Walk(find_model("llama-2-7b"), job, tape)
+    walk.embedding_weight = walk.weight(1)
+    x = tape.embedding(walk.embedding_weight, seq, shape.hidden)
+    x.storage.name("activations")
+    before = tape.live["activations"]
+    y = walk.layer(x, tape.tensor(seq * shape.head_dim, 2), 0)
+    kept = tape.live["activations"] - before
+    expected = llama_block_bytes(shape, 1, seq, fused=fused, fused_norm=False)
+    if not fused:  # Hugging Face computes the softmax in fp32 and keeps it beside the 16-bit copy
+        expected += seq * seq * shape.heads * 4
+    assert kept == pytest.approx(expected, rel=0.01)
+    assert y.needs
+
+
+def _torch_linear(batch, width, dtype_bytes):
+    """Peak live bytes of two linear layers and a silu, forward and backward, by real storages."""
+    torch = pytest.importorskip("torch")
+    from companion.counting import Film
+    dtype = {2: torch.bfloat16, 4: torch.float32}[dtype_bytes]
+    w1, w2 = (torch.randn(width, width, dtype=dtype, requires_grad=True) for _ in "ab")
+    x = torch.randn(batch, width, dtype=dtype, requires_grad=True)
+    film = Film(parameters=[w1, w2], inputs=[x])
+    with film, film.saving():
+        y = torch.nn.functional.silu(x @ w1) @ w2
+        y.backward(torch.ones_like(y))
+    return film.peak()[0] - sum(t.untyped_storage().nbytes() for t in (x, w1, w2))
+
+
+@pytest.mark.parametrize("item", [2, 4])
+def test_the_tape_counts_what_torch_allocates(item):
+    batch, width = 512, 256
+    tape = Tape()
+    w1, w2 = tape.parameter(width**2, item), tape.parameter(width**2, item)
+    source = tape.parameter(batch * width, item)
+    x = tape.op(tape.tensor(0, item), [source], lambda g: [g])
+    x.n = batch * width
+    tape.mark()
+    y = tape.linear(tape.map(tape.linear(x, w1, batch * width), "input"), w2, batch * width)
+    tape.backward(y)
+    parts, _ = tape.phase_peak()
+    assert sum(parts.values()) == pytest.approx(_torch_linear(batch, width, item), rel=0.2)
+
+
+def test_everything_dies_but_gradients():
+    """A storage that outlives its step would raise every later moment."""
+    for job in (Job(), Job(checkpointing=True), Job(recipe="autocast"), Job(attention="eager")):
+        tape = Tape(job.autocast)
+        walk = Walk(TINY, job, tape)
+        x = walk.hidden_states()
+        loss = walk.loss(walk.head(x))
+        del x
+        tape.end_autocast()
+        walk.held = None
+        tape.backward(loss)
+        del loss
+        left = {k: v for k, v in tape.live.items() if v and k != "gradients"}
+        expected = TINY.parameters * job.gradient_bytes
+        ghosts = getattr(walk, "ghost_casts", 0)
+        assert tape.live["gradients"] == pytest.approx(expected, rel=1e-3)
+        assert sum(left.values()) - ghosts == 0, left
+
+
+# --- the measured truth ---------------------------------------------------------------------------
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+memory_score = __import__("memory_score")
+TRUTH = json.loads((ROOT / "benchmarks/results/memory_truth.json").read_text())["results"]["rows"]
+
+
+@functools.cache
+def scored():
+    return memory_score.score(TRUTH)
+
+
+def test_the_truth_covers_what_it_should():
+    """At least 60 rows of every method, recipe and kind of attention; half of them held out."""
+    assert len(TRUTH) >= 60 and all(r["outcome"] in ("ok", "out of memory") for r in TRUTH)
+    for key, least in (("method", 3), ("attention", 2), ("checkpointing", 2), ("optimizer", 4)):
+        assert len({r[key] for r in TRUTH}) >= least
+    assert {"bf16", "autocast", "fp32"} <= {r["recipe"] for r in TRUTH}
+    assert sum(r["outcome"] == "out of memory" for r in TRUTH) >= 8
+    held_out = [r["held_out"] for r in TRUTH]
+    assert abs(sum(held_out) / len(held_out) - 0.5) < 0.05
+    vocabularies = {r["config"].get("vocab_size", 0) for r in TRUTH}
+    assert max(vocabularies) >= 150_000 and 32_000 in vocabularies
+
+
+def test_rows_that_nothing_was_fitted_to_meet_the_goals():
+    """Mean error 3 %, worst 8 %, reserved in its band for 9 of 10, no promise that was broken."""
+    held = memory_score.summary([e for e in scored() if e["row"]["held_out"]])
+    assert held["rows"] >= 30 and memory_score.missed(held) == [], held
+
+
+def test_every_parameter_count_is_the_real_one():
+    for e in scored():
+        load = next(m for m in e["row"]["moments"] if m["moment"] == "load")
+        adapters = 0
+        if e["row"]["method"] == "lora":
+            adapters = e["plan"].job.adapter_parameters(e["plan"].model, e["plan"].model.layers)
+            assert load["trainable"] == adapters
+        assert load["parameters"] == e["plan"].model.parameters + adapters, e["row"]["id"]
+
+
+def test_the_score_sees_a_wrong_model(monkeypatch):
+    """Without softmax's product in backward, as first written, eager rows miss the goals."""
+    monkeypatch.setattr(Tape, "softmax", lambda self, x: self.map(x, "output"))
+    summary = memory_score.summary(memory_score.score(TRUTH))
+    assert summary["worst"] > memory_score.GOALS["worst"]
+    monkeypatch.undo()
+    monkeypatch.setattr(planner, "WORKSPACE", 2**32)
+    assert "mean" in memory_score.missed(memory_score.summary(memory_score.score(TRUTH)))
+
+
+def test_the_score_sees_a_broken_promise():
+    row = next(r for r in TRUTH if r["outcome"] == "out of memory")
+    wrong = {**row, "limit_GiB": 1000.0}
+    assert memory_score.missed(memory_score.summary(
+        memory_score.score([TRUTH[0], wrong]))) == ["broken"]
+
+
+def test_public_figures_are_exact_to_the_printed_digit():
+    import memory_cases
+    stored = memory_cases.cases()
+    assert set(memory_cases.PLANNED) | set(memory_cases.EXACT) | set(memory_cases.LEFT_OUT) \
+        == set(stored)
+    for id in ("kv-02", "gg-01", "gg-03", "gg-05", "ex-03", "ex-04", "ex-07", "ex-08"):
+        printed = stored[id]["value"]
+        digits = len(printed.partition(".")[2])
+        assert f"{memory_cases.EXACT[id]():.{digits}f}" == printed, id
+
+
+# --- properties ---------------------------------------------------------------------------------
+
+MODELS = ["llama-3.2-1b", "qwen2.5-0.5b", "gemma-2-2b", "gpt-2 small", "pythia-160m", "qwen3-0.6b",
+          "deepseek-v2-lite", "mixtral-8x7b-v0.1", "phi-2", "phi-3-mini-4k", "olmo-2-1124-7b"]
+JOBS = st.fixed_dictionaries({
+    "method": st.sampled_from(["full", "lora", "qlora"]),
+    "recipe": st.sampled_from(list(planner.RECIPES)),
+    "optimizer": st.sampled_from(planner.OPTIMIZERS),
+    "attention": st.sampled_from(["eager", "sdpa"]), "checkpointing": st.booleans(),
+    "loss": st.sampled_from(["plain", "fused", "chunked"]),
+    "batch": st.integers(1, 6), "sequence": st.sampled_from([64, 200, 512]),
+    "accumulate": st.integers(1, 3), "rank": st.integers(1, 64)})
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(MODELS), JOBS)
+def test_components_add_up_at_each_moment(name, options):
+    p = plan(name, **options)
+    for moment in p.moments:
+        assert set(moment.parts) <= set(KINDS)
+        assert all(v >= 0 for v in moment.parts.values()), moment
+        assert moment.total == sum(moment.parts.values())
+    assert p.allocated == max(m.total for m in p.moments)
+    assert p.allocated <= p.reserved[0] <= p.reserved[1] < p.on_device[1]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(MODELS), JOBS, st.sampled_from(["batch", "sequence", "rank"]))
+def test_more_of_anything_that_costs_is_never_less(name, options, what):
+    less, more = (plan(name, **{**options, what: options[what] * n}) for n in (1, 2))
+    for a, b in zip(less.moments, more.moments):
+        assert b.total >= a.total, (a.name, what)
+
+
+@pytest.mark.parametrize("what", ["layers", "hidden", "ffn", "vocab", "heads"])
+@pytest.mark.parametrize("method", ["full", "lora", "inference"])
+def test_larger_models_are_never_less(what, method):
+    more = {what: getattr(TINY, what) * 2}
+    if what == "heads":
+        more["kv_heads"] = TINY.kv_heads * 2
+    plans = [make_plan(m, Job(method=method)) for m in (TINY, replace(TINY, **more))]
+    for a, b in zip(*(p.moments for p in plans)):
+        assert b.total >= a.total
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.sampled_from(["llama-3.2-1b", "qwen2.5-0.5b", "llama-2-7b"]), st.sampled_from([2, 8, 64]),
+       st.sampled_from(["bf16", "mixed", "megatron"]), st.booleans())
+def test_sharding_never_takes_more(name, gpus, recipe, checkpointing):
+    options = {"recipe": recipe, "checkpointing": checkpointing, "sequence": 512}
+    model = find(name)
+    states = [sum(planner.state_bytes(model, Job(gpus=gpus, shard=s, **options)).values())
+              for s in (0, 1, 2, 3)]
+    assert states == sorted(states, reverse=True)
+    wider = [plan(name, gpus=n, shard=3, **options).allocated for n in (gpus, 2 * gpus)]
+    assert wider[1] <= wider[0]
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.sampled_from([1, 2, 4]), JOBS)
+def test_tensor_parallel_never_takes_more(tensor, options):
+    one, more = (plan("llama-3.2-1b", gpus=n, tensor=n, **options).allocated
+                 for n in (tensor, 2 * tensor))
+    assert more <= one
+
+
+def test_checkpointing_chunks_and_fused_kernels_save():
+    base = dict(batch=4, attention="eager", optimizer="adamw")
+    start = plan("llama-3.2-1b", **base)
+    for change in ({"attention": "sdpa"}, {"checkpointing": True}, {"kernels": "fused"}):
+        assert plan("llama-3.2-1b", **{**base, **change}).moments[1].total < start.moments[1].total
+    losses = [plan("llama-3.2-1b", batch=4, checkpointing=True, loss=loss).allocated
+              for loss in ("plain", "fused", "chunked")]
+    assert losses == sorted(losses, reverse=True) and losses[0] > 1.5 * losses[2]
+
+
+def test_the_peak_of_pure_bf16_adamw_is_its_step():
+    """Ten bytes a parameter, whatever the (small) batch: foreach keeps square roots."""
+    p = plan("llama-2-7b", sequence=128, checkpointing=True)
+    assert p.peak.name == "step"
+    assert p.allocated == pytest.approx(10 * 6_738_415_616, rel=0.002)
+    fused = plan("llama-2-7b", sequence=128, checkpointing=True, optimizer="adamw-fused")
+    assert fused.allocated == pytest.approx(8 * 6_738_415_616, rel=0.03)
+
+
+def test_a_pipeline_keeps_as_many_batches_as_it_has_stages():
+    """Its first stage holds activations of all of them, so halving layers does not halve those."""
+    options = dict(recipe="mixed", batch=2, sequence=4096, optimizer="adamw-fused")
+    one = plan("llama-2-7b", **options)
+    four = plan("llama-2-7b", gpus=4, pipeline=4, **options)
+    kept = four.moments[1].parts["activations"]
+    assert 0.95 < kept / one.moments[1].parts["activations"] < 1.05
+    assert four.moments[0].total < 0.3 * one.moments[0].total
+
+
+def test_megatron_keeps_eighteen_bytes():
+    """Qwen3-4B: 69,454.74 MiB were allocated between steps, in a run that a course logs."""
+    p = plan("qwen3-4b", recipe="megatron", optimizer="adamw-fused", sequence=64)
+    step = p.moments[-1]
+    assert step.name == "step"
+    assert step.total == pytest.approx(69_454.74 * MiB, rel=0.01)
+    forward = p.moments[1]  # its gradients are one buffer that is there from the start
+    assert forward.parts["gradients"] == 4 * p.model.parameters
+
+
+def test_sharded_runs_as_reported():
+    """Mistral-7B on two GPUs, all states sharded: 36.23 GB (fms-acceleration's a100_80gb.csv)."""
+    p = plan("mistral-7b-v0.1", gpus=2, shard=3, attention="flash", checkpointing=True, batch=2,
+             sequence=4096)
+    assert p.allocated == pytest.approx(36.23 * GB, rel=0.01)
+
+
+def test_an_engine_fills_its_share_with_pages():
+    p = plan("llama-3-8b", "80GiB", method="inference", paged=True, batch=64, new_tokens=512)
+    more = plan("llama-3-8b", "80GiB", method="inference", paged=True, batch=128, new_tokens=512)
+    assert p.tokens == pytest.approx(more.tokens, rel=0.001)  # room does not depend on the load
+    assert plan("llama-3-8b", "80GiB", method="inference", paged=True, new_tokens=512,
+                batch=p.tokens // 2560 + 2).verdict == "does not fit"
+    assert p.margin < plan("llama-3-8b", "80GiB", method="inference", paged=True, batch=64,
+                           new_tokens=512, share=1.0).margin
+
+
+def test_lora_counts_agree_with_the_chapter():
+    job = Job(method="lora", rank=16, targets="qkvo")
+    model = find("llama-2-7b")
+    assert job.adapter_parameters(model, model.layers) == lora_parameters(LLAMA_2_7B, 16)
+    assert model.kv_bytes(4096) == kv_bytes(LLAMA_2_7B, 4096)
+
+
+# --- sizes --------------------------------------------------------------------------------------
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 2**50))
+def test_sizes_come_back(nbytes):
+    assert parse_size(f"{nbytes} B") == nbytes
+    for unit in ("GiB", "GB"):
+        scale = {"GiB": GiB, "GB": GB}[unit]
+        assert parse_size(format_size(nbytes, unit)) == pytest.approx(nbytes, abs=0.0051 * scale)
+
+
+@pytest.mark.parametrize("text", ["", "24", "-1GiB", "24 G", "1e400GB", "GiB", "24 iB", "nanGB"])
+def test_sizes_need_a_number_and_a_unit(text):
+    with pytest.raises(ValueError, match="unit"):
+        parse_size(text)
+
+
+def test_a_gigabyte_is_no_gibibyte():
+    assert planner.find_device("24GB").bytes == 24 * GB
+    assert planner.find_device("24GiB").bytes == 24 * GiB
+    assert planner.find_device("RTX 3090").bytes <= 24 * GiB
+
+
+# --- verdict and advice -------------------------------------------------------------------------
+
+def test_verdicts_follow_the_size():
+    p = plan("llama-3.2-1b", checkpointing=True)
+    low, high = p.allocated + p.overhead[0], p.on_device[1]
+    for size, verdict in ((high, "fits"), (high - 1, "tight"), (low, "tight"),
+                          (low - 1, "does not fit")):
+        assert plan("llama-3.2-1b", f"{size}B", checkpointing=True).verdict == verdict
+
+
+@pytest.mark.parametrize("name, gpu, options", [
+    ("llama-2-7b", "24GiB", {}),
+    ("llama-3-8b", "80GiB", {"batch": 8, "attention": "eager", "recipe": "autocast"}),
+    ("llama-2-70b", "80GiB", {"method": "lora"}),
+    ("llama-3-8b", "24GiB", {"method": "inference", "batch": 64, "new_tokens": 500}),
+    ("qwen2.5-7b", "12GiB", {"method": "inference", "sequence": 512}),
+])
+def test_advice_makes_it_fit(name, gpu, options):
+    p = plan(name, gpu, **options)
+    assert p.verdict != "fits" and p.advice
+    for change in p.advice:
+        again = plan(name, gpu, **{**options, **dict(change.options)})
+        assert again.verdict == "fits" and again.allocated == change.plan.allocated
+        assert change.cost
+
+
+def test_no_advice_where_it_fits_or_nothing_helps():
+    assert plan("llama-3.2-1b", "80GiB").advice == []
+    assert plan("llama-3.1-405b", "0.5GiB").advice == []
+
+
+# --- the command --------------------------------------------------------------------------------
+
+def test_the_answer_is_one_screen_and_quick():
+    """Seconds of the processor, the best of several runs: other work counts little."""
+    command = [sys.executable, "-m", "companion.cli", "plan", "--model", "llama-2-7b",
+               "--method", "full", "--gpu", "24GiB"]
+    seconds = []
+    for _ in range(6):
+        before = os.times()
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        after = os.times()
+        seconds.append(sum(after[2:4]) - sum(before[2:4]))
+    assert done.returncode == 0 and done.stderr == ""
+    lines = done.stdout.splitlines()
+    assert len(lines) <= 40 and max(map(len, lines)) <= 100
+    assert "does not fit" in done.stdout and "What would make it fit" in done.stdout
+    assert min(seconds) < 0.3
+
+
+def test_nothing_but_the_standard_library():
+    code = ("import sys; from companion import plan; str(plan('llama-2-7b', gpu='24GiB'));"
+            "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)")
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_json_holds_the_same_figures():
+    status, out, _ = run_cli("plan", "--model", "llama-2-7b", "--gpu", "h100", "--json")
+    stored, p = json.loads(out), plan("llama-2-7b", "h100")
+    assert status == 0 and stored["allocated"] == p.allocated and stored["verdict"] == p.verdict
+    for moment in stored["moments"]:
+        assert sum(moment["parts"].values()) == moment["total"]
+    assert [c["what"] for c in stored["advice"]] == [c.what for c in p.advice]
+
+
+BAD = [
+    (["--model", "lama-2-7b"], "Llama-2-7B"),
+    (["--model", "llama-2-7b", "--gpu", "h1000"], "H100"),
+    (["--model", "llama-2-7b", "--gpu", "24"], "unit"),
+    (["--model", "llama-2-7b", "--gpu=-24GiB"], "unit"),
+    (["--model", "llama-2-7b", "--gpu", "0GiB"], "GPU"),
+    (["--model", "llama-2-7b", "--batch", "0"], "batch"),
+    (["--model", "llama-2-7b", "--batch", "-3"], "batch"),
+    (["--model", "llama-2-7b", "--sequence", "999999999999"], "sequence"),
+    (["--model", "llama-2-7b", "--batch", "two"], "batch"),
+    (["--model", "llama-2-7b", "--method", "magic"], "method"),
+    (["--model", "llama-2-7b", "--gpus", "6", "--tensor", "6"], "heads"),
+    (["--model", "llama-2-7b", "--gpus", "3", "--tensor", "2"], "split"),
+    (["--model", "llama-3-8b", "--gpus", "12", "--tensor", "12"], "heads"),
+    (["--model", "llama-2-7b", "--shard", "3"], "one process shards nothing"),
+    (["--model", "llama-2-7b", "--shard", "4", "--gpus", "8"], "shard"),
+    (["--model", "llama-2-7b", "--gpus", "2", "--expert", "2"], "experts"),
+    (["--model", "llama-2-7b", "--method", "inference", "--checkpointing"], "inference"),
+    (["--model", "llama-2-7b", "--new-tokens", "5"], "inference"),
+    (["--model", "gpt-2 small", "--sequence", "4096"], "positions"),
+    (["--model", "llama-2-7b", "--kv-bits", "nan"], "kv"),
+    (["--model", "llama-2-7b", "--kv-bits", "1e999"], "kv"),
+    (["--model", "0B"], "parameters"),
+    (["--config", "missing.json"], "missing.json"),
+    (["--config", "."], "cannot read"),
+    (["--model", "llama-2-7b", "--unknown"], "unknown"),
+    ([], "required"),
+]
+
+
+@pytest.mark.parametrize("arguments, word", BAD)
+def test_mistakes_are_one_line_and_status_2(arguments, word):
+    status, out, err = run_cli("plan", *arguments)
+    assert status == 2 and out == "" and err.count("\n") == 1 and word in err
+
+
+@pytest.mark.parametrize("content, word", [
+    ("not json", "JSON"), ("", "JSON"), ("[1, 2]", "object"), ("{}", "model_type"),
+    ('{"model_type": 3}', "model_type"),
+    (json.dumps({k: v for k, v in LLAMA_CONFIG.items() if k != "vocab_size"}), "vocab_size"),
+    (json.dumps({**LLAMA_CONFIG, "hidden_size": -4096}), "hidden_size"),
+    (json.dumps({**LLAMA_CONFIG, "hidden_size": "4096"}), "hidden_size"),
+    (json.dumps({**LLAMA_CONFIG, "num_attention_heads": 30}), "heads"),
+    (json.dumps({**LLAMA_CONFIG, "num_key_value_heads": 5}), "heads"),
+    (json.dumps({**LLAMA_CONFIG, "num_hidden_layers": 10**9}), "num_hidden_layers"),
+    (b"\xff\xfe\x00", "read"),
+])
+def test_bad_configurations_are_one_line(content, word, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    status, out, err = run_cli("plan", "--config", str(path))
+    assert status == 2 and out == "" and err.count("\n") == 1 and word in err
+
+
+def test_fuzzed_commands_never_raise():
+    """Random words for random options: an answer, or one line and status 2."""
+    rng = random.Random(0)
+    options = ["--" + f for f in ("method recipe optimizer batch sequence accumulate attention "
+                                  "loss "
+                                  "rank targets gpus tensor pipeline context expert shard "
+                                  "new-tokens weight-bits kv-bits share gpu model").split()]
+    words = ["0", "1", "2", "3", "7", "8", "64", "-1", "4096", "1e9", "nan", "", "x", "full",
+             "lora", "qlora", "inference", "bf16", "autocast", "fp32", "mixed", "sgd", "eager",
+             "24GiB", "h100", "80GB", "llama-2-7b", "gpt-2 small", "deepseek-v3", "7B", "é"]
+    answers = 0
+    for _ in range(400):
+        arguments = ["--model", rng.choice(words[-5:])]
+        for option in rng.sample(options, rng.randint(0, 4)):
+            arguments += [option, rng.choice(words)]
+        status, out, err = run_cli("plan", *arguments)
+        assert status in (0, 2), arguments
+        assert (err.count("\n") == 1 and not out) if status else (out and not err), arguments
+        answers += status == 0
+    assert answers > 20
+
+
+def test_fuzzed_configurations_never_raise(tmp_path):
+    rng = random.Random(0)
+    values = [0, 1, 2, 7, 64, 4096, -1, 2.5, True, None, "x", [], {}, 10**12]
+    path, answers = tmp_path / "config.json", 0
+    for _ in range(300):
+        config = dict(LLAMA_CONFIG, num_hidden_layers=2)
+        for key in rng.sample([*config, "num_key_value_heads", "head_dim", "sliding_window",
+                               "num_local_experts", "num_experts_per_tok", "kv_lora_rank",
+                               "n_shared_experts", "first_k_dense_replace", "text_config"], 2):
+            config[key] = rng.choice(values)
+        path.write_text(json.dumps(config))
+        status, out, err = run_cli("plan", "--config", str(path))
+        assert status in (0, 2), config
+        assert (err.count("\n") == 1 and not out) if status else (out and not err), config
+        answers += status == 0
+    assert answers > 20
