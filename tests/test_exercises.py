@@ -641,6 +641,10 @@ def bound_by_intensity(flops, nbytes, peak, bandwidth):
     return max(flops / peak, nbytes / bandwidth), binds
 
 
+def bound_unguarded_zero(flops, nbytes, peak, bandwidth):
+    return bound_by()(flops, nbytes, peak, bandwidth) if peak and bandwidth else 1 / 0
+
+
 # ---- roofline-2: attention's intensity
 
 def attention_ratio(flops=4, shared=True, result=True, check=True):
@@ -674,11 +678,11 @@ def tokens_by(batch_is_intensity=False, up=True, none=True, bits=True, real=Fals
 
 # ---- roofline-4: a tile
 
-def tile_by(square=False, first=False, buffers=2, accumulate=4, most=False, none=True):
+def tile_by(square=False, first=False, buffers=2, accumulate=4, most=False, none=True, end=1025):
     def answer(target, fast_bytes, itemsize):
         found = []
-        for m in range(16, 1025, 16):
-            for n in [m] if square else range(16, 1025, 16):
+        for m in range(16, end, 16):
+            for n in [m] if square else range(16, end, 16):
                 needs = accumulate * m * n + buffers * 32 * itemsize * (m + n)
                 if needs <= fast_bytes and 2 * m * n >= target * itemsize * (m + n):
                     found.append((needs, m, n))
@@ -1104,7 +1108,7 @@ def lion_with(early=False, coupled=False, copies=False, outside=False, keep_g=Tr
 
 # ---- optimizers-3: Adam on a budget
 
-def adam_kept_in(*kinds, block=256, correct=True):
+def adam_kept_in(*kinds, block=256, correct=True, beta2=0.95):
     """kinds: how m and v are kept: "fp32", "bf16", "dynamic" or "linear"."""
     from companion import optimizers
 
@@ -1123,7 +1127,7 @@ def adam_kept_in(*kinds, block=256, correct=True):
                 moments.append(kept.float())
             else:
                 moments.append(optimizers.decode(*kept, levels(name, kind)))
-        d = optimizers.adamw(g, *moments, t if correct else 10**6, betas=(0.9, 0.95))
+        d = optimizers.adamw(g, *moments, t if correct else 10**6, betas=(0.9, beta2))
         for name, kind, moment in zip("mv", kinds, moments):
             if kind in ("fp32", "bf16"):
                 state[name] = moment.to(torch.float32 if kind == "fp32" else torch.bfloat16)
@@ -1207,16 +1211,17 @@ WRONG = {
         (lambda shapes, name: 8, "one matrix")],
     "optimizers-2": [
         (lion_with(early=True), "w is off"), (lion_with(coupled=True), "with decay"),
-        (lion_with(copies=True), "new tensors of the size of w"), (lion_with(outside=True), "w is off"),
+        (lion_with(copies=True), "new tensors of the size of w"), (lion_with(outside=True), "change it in place"),
         (lion_with(keep_g=False), "the gradient was changed")],
     "optimizers-3": [
         (adam_kept_in("fp32", "fp32"), "bytes per number"), (adam_kept_in("bf16", "dynamic"), "bytes per number"),
         (adam_kept_in("dynamic", "linear"), "sizes"), (adam_kept_in("dynamic", "dynamic", block=32), "2.25 bytes"),
+        (adam_kept_in("dynamic", "dynamic", beta2=0.999), "grow tenfold"),
         (adam_kept_in("dynamic", "dynamic", correct=False), "step 1"), (lambda g, state, t: g.sign(), "equal sizes")],
     "optimizers-4": [
         (in_backward(free=False), "left after backward"), (in_backward(complete=False), "left after backward"),
         (in_backward(frozen=True), "your code raised"), (in_backward(together=True), "weights differ"),
-        (lambda model, make: [make(list(model.parameters()))], "expected 5 optimizers")],
+        (lambda model, make: [make(list(model.parameters()))], "trained parameter, got 1")],
     "optimizers-5": [
         (muon_on_rows(gram="local"), "two ranks"), (muon_on_rows(norm="local"), "off by"),
         (muon_on_rows(again=True), "are enough"), (muon_on_rows(side="left"), "off by"),
@@ -1301,7 +1306,7 @@ WRONG = {
     "roofline-1": [
         (bound_by(add=True), "a large product"), (bound_by(tie="memory"), "on the ridge"),
         (bound_by(swap=True), "a large product"), (bound_by(check=False), "flops = -1"),
-        (bound_by_intensity, "all in registers")],
+        (bound_by_intensity, "all in registers"), (bound_unguarded_zero, "not ZeroDivisionError")],
     "roofline-2": [
         (attention_ratio(flops=2), "prefill"), (attention_ratio(shared=False), "decode, shared keys"),
         (attention_ratio(result=False), "prefill"), (attention_ratio(check=False), "8 heads on 3 key heads")],
@@ -1309,16 +1314,18 @@ WRONG = {
         (tokens_by(batch_is_intensity=True), "bf16, D = 8192"), (tokens_by(up=False), "bf16, D = 8192"),
         (tokens_by(strict=True), "equal times count"),
         (tokens_by(bits=False), "4-bit weights"), (tokens_by(none=False), "too narrow"),
-        (tokens_by(real=True), "far beyond what a float holds")],
+        (tokens_by(real=True), "far beyond what a float holds"),
+        (lambda *layer: tokens_by()(*layer) if layer[0] > 200 else None, "50 tokens, got None")],
     "roofline-4": [
         (tile_by(square=True), "another tile reaches"), (tile_by(first=True), "another tile reaches"),
         (tile_by(most=True), "another tile reaches"), (tile_by(buffers=1, most=True), "are there"),
         (tile_by(accumulate=2), "one byte too little"),
+        (tile_by(end=513), "a large target"), (tile_by(end=1024), "the largest tile"),
         (tile_by(none=False), "none fits"), (tile_of_any_size, "multiples of 16")],
     "roofline-5": [
-        (decoder_by(attention=0), "the book's decoder"), (decoder_by(attention=2), "the book's decoder"),
-        (decoder_by(grouped=False), "the book's decoder"), (decoder_by(head=False), "the book's decoder"),
-        (decoder_by(tables=1), "the book's decoder"), (decoder_by(again=0), "for hardware"),
+        (decoder_by(attention=0), "no shared keys"), (decoder_by(attention=2), "no shared keys"),
+        (decoder_by(grouped=False), "one key head"), (decoder_by(head=False), "no shared keys"),
+        (decoder_by(tables=1), "no shared keys"), (decoder_by(again=0), "for hardware"),
         (decoder_by(head_again=True), "for hardware")],
     "profiling-1": [
         (refusing(lambda P, D, s, gpus, peak: 6 * P * D / (s * peak)), "70B on 16 GPUs"),

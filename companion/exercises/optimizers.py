@@ -57,7 +57,7 @@ def _lion_step(answer):
         call = f"{name}, shape {list(shape)}, lr {lr}, betas {betas}, decay {decay}"
         for step in range(3):
             g = torch.randn(shape, generator=draw)
-            kept = g.clone()
+            kept, before = g.clone(), (w.clone(), m.clone())
             film = Film(held=[w, g, m])
             with film:
                 run(call, answer, w, g, m, lr, betas, decay)
@@ -66,7 +66,9 @@ def _lion_step(answer):
             want_m = betas[1] * want_m + (1 - betas[1]) * g
             if not torch.equal(g, kept):
                 raise Wrong(f"{call}: the gradient was changed")
-            for name_of, got, want in ("w", w, want_w), ("m", m, want_m):
+            for name_of, got, old, want in zip("wm", (w, m), before, (want_w, want_m)):
+                if torch.equal(got, old):
+                    raise Wrong(f"{call}: {name_of} was not changed; change it in place")
                 gap = (got - want).abs().max()
                 if not gap < 1e-5:
                     raise Wrong(f"{call}: {name_of} is off by {gap:.2g} after step {step + 1}")
@@ -91,17 +93,18 @@ def _small_adam(answer):
     import torch
     from ..counting import storage_bytes
 
-    # name, n, spread of the gradients' sizes within a block (sd of the log), steps
-    for name, n, spread, steps in [("equal sizes", 512, 0.0, 40),
-                                   ("sizes that differ", 1024, 0.4, 40),
-                                   ("one block", 256, 0.4, 3)]:
+    # name, n, spread of the gradients' sizes within a block (sd of the log), steps, growth
+    for name, n, spread, steps, growth in [
+            ("equal sizes", 512, 0.0, 40, 1), ("sizes that differ", 1024, 0.4, 40, 1),
+            ("one block", 256, 0.4, 3, 1),
+            ("gradients that grow tenfold after step 20", 256, 0.4, 40, 10)]:
         draw = torch.Generator().manual_seed(1)
         sizes = torch.exp(spread * torch.randn(n, generator=draw))
         drift = torch.randn(n, generator=draw)
         state, m, v = {}, torch.zeros(n), torch.zeros(n)
         call = f"{name}, {n} numbers"
         for t in range(1, steps + 1):
-            g = sizes * (drift + torch.randn(n, generator=draw))
+            g = sizes * (drift + torch.randn(n, generator=draw)) * (growth if t > 20 else 1)
             m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g * g
             want = m / (1 - 0.9**t) / ((v / (1 - 0.95**t)).sqrt() + 1e-8)
             got = run(call, answer, g.clone(), state, t)
@@ -152,7 +155,9 @@ def _step_in_backward(answer):
     call = "a tied, a reused and a frozen parameter"
     got = run(call, answer, early, make)
     if not isinstance(got, (list, tuple)) or len(got) != len(trained):
-        raise Wrong(f"{call}: expected {len(trained)} optimizers, got {got!r:.60}")
+        seen = len(got) if isinstance(got, (list, tuple)) else f"{got!r:.60}"
+        raise Wrong(f"{call}: expected {len(trained)} optimizers, one a trained parameter, "
+                    f"got {seen}")
     for step in range(3):
         draw = torch.Generator().manual_seed(step)
         x = torch.randn(8, 16, generator=draw)
