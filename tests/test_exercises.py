@@ -1204,6 +1204,84 @@ def test_another_right_answer_passes(id, answer, capsys):
 
 
 # exercise -> [(wrong answer, what its message must name)]
+# ---- collectives
+
+def sent_by(factor=2, less=1, guard=True):
+    def bytes_sent(collective, n, size):
+        if guard and collective not in ("all-reduce", "reduce-scatter", "all-gather", "all-to-all"):
+            raise ValueError(collective)
+        return (factor if collective == "all-reduce" else 1) * (n - less) * size // n
+    return bytes_sent
+
+
+def crossing_by(log=lambda n: (n - 1).bit_length(), more=lambda n, steps: steps - 2 * (n - 1) / n):
+    def crossing(n, alpha, beta):
+        steps = 2 * log(n)
+        extra = more(n, steps)
+        return (2 * (n - 1) - steps) * alpha / (extra * beta) if extra else float("inf")
+    return crossing
+
+
+def ring_without_sending(buffers, send):
+    total = sum(b.clone() for b in buffers)
+    for b in buffers:
+        b.copy_(total)
+
+
+def ring_of_whole_buffers(buffers, send):
+    n, passed = len(buffers), [b.clone() for b in buffers]
+    for _ in range(n - 1):
+        got = [send(r, (r + 1) % n, passed[r]) for r in range(n)]
+        passed = [got[r - 1] for r in range(n)]
+        for b, p in zip(buffers, passed):
+            b += p
+
+
+def ring_to_the_root(buffers, send):
+    for r in range(1, len(buffers)):
+        buffers[0] += send(r, 0, buffers[r])
+    for r in range(1, len(buffers)):
+        buffers[r].copy_(send(0, r, buffers[0]))
+
+
+def ring_half(buffers, send):
+    n = len(buffers)
+    chunks = [b.tensor_split(n) for b in buffers]
+    for step in range(n - 1):
+        got = [send(r, (r + 1) % n, chunks[r][(r - step) % n]) for r in range(n)]
+        for r in range(n):
+            chunks[(r + 1) % n][(r - step) % n].add_(got[r])
+
+
+def levels_by(piece=True, phases=2, swap=False):
+    def two_levels(nodes, per_node, size, inside, between):
+        if swap:
+            inside, between = between, inside
+        within = phases * (per_node - 1) / per_node * size / inside
+        return within + 2 * (nodes - 1) / nodes * size / (per_node if piece else 1) / between
+    return two_levels
+
+
+def stuck_by_length(calls):
+    return None if len({len(c) for c in calls}) == 1 else (min(map(len, calls)), ["sum", None])
+
+
+def stuck_by_zip(calls):
+    for done, now in enumerate(zip(*calls)):
+        if len(set(now)) > 1:
+            return done, list(now)
+    return None
+
+
+def stuck_one_early(calls):
+    longest = max(map(len, calls))
+    for done in range(longest):
+        now = [c[done] if done < len(c) else None for c in calls]
+        if len(set(now)) > 1:
+            return done + 1, now
+    return None
+
+
 WRONG = {
     "optimizers-1": [
         (state_for(muon_takes=9), "a 4-D kernel"), (state_for(factor=False), "one matrix"),
@@ -1372,6 +1450,22 @@ WRONG = {
         (packed_with(border=True), "two documents: labels"), (packed_with(padding=0), "and padding: labels"),
         (packed_with(ids=False), "two documents: documents"), (packed_with(dtype=torch.int32), "should be int64"),
         (packed_with(guard=False), "5 tokens in a row of length 4")],
+    "collectives-1": [
+        (sent_by(factor=1), "bytes_sent('all-reduce', 8"), (sent_by(less=0), "bytes_sent('all-reduce', 8"),
+        (sent_by(guard=False), "should be a ValueError")],
+    "collectives-2": [
+        (crossing_by(log=lambda n: n.bit_length()), "crossing("),
+        (crossing_by(log=lambda n: n.bit_length() - 1), "crossing(3"),
+        (crossing_by(more=lambda n, steps: steps - 2), "crossing("), (lambda n, a, b: a / b, "crossing(1")],
+    "collectives-3": [
+        (ring_without_sending, "nothing was sent"), (ring_of_whole_buffers, "numbers in"),
+        (ring_to_the_root, "not its right neighbor"), (ring_half, "does not have the sum")],
+    "collectives-4": [
+        (levels_by(piece=False), "two_levels(4"), (levels_by(phases=1), "two_levels(4"),
+        (levels_by(swap=True), "two_levels(4")],
+    "collectives-5": [
+        (stuck_by_length, "another order"), (stuck_by_zip, "one batch fewer"),
+        (stuck_one_early, "another order"), (lambda calls: None, "another order")],
 }
 
 

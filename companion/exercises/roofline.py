@@ -7,14 +7,14 @@ from ..grading import number, run
 
 def _must_refuse(what, answer, *arguments):
     try:
-        got = answer(*arguments)
+        got = repr(answer(*arguments))
     except ValueError:
         return
     except (Wrong, _NotAttempted):
         raise
     except Exception as error:
-        got = f"a {type(error).__name__}"
-    raise Wrong(f"{what} should be a ValueError, not {got!r}")
+        got = type(error).__name__
+    raise Wrong(f"{what} should be a ValueError, not {got}")
 
 
 def _bound(answer):
@@ -27,7 +27,7 @@ def _bound(answer):
         ("all in registers", (1000, 0, 10, 1), 100.0, "compute"),
     ]
     for name, case, seconds, binds in cases:
-        call = f"{name}, bound{case}"
+        call = f"{name}, bound({', '.join(f'{x:g}' for x in case)})"
         got = run(call, answer, *case)
         if not isinstance(got, (tuple, list)) or len(got) != 2:
             raise Wrong(f"{call}: expected (seconds, binds), got {got!r}")
@@ -100,8 +100,8 @@ def _tokens_to_fill(answer):
             if got is not None:
                 raise Wrong(f"{call}: no number of tokens is enough, expected None, got {got!r}")
             continue
-        if number(call, got) != want:
-            raise Wrong(f"{call}: expected {want} tokens, got {got!r}")
+        if got is None or number(call, got) != want:
+            raise Wrong(f"{call}: expected {want:,} tokens, got {got!r}")
 
 
 _STEPS = range(16, 1025, 16)
@@ -129,6 +129,8 @@ def _tile(answer):
         ("the target met exactly", (32, 256 * 1024, 2)),
         ("between two squares", (70, 512 * 1024, 2)),
         ("8 bits", (100, 228 * 1024, 1)),
+        ("a large target", (600, 2**21, 1)),
+        ("the largest tile", (1024, 2**23, 1)),
         ("32 bits", (20, 100 * 1024, 4)),
         ("an easy target", (0.5, 48 * 1024, 2)),
         ("it fits to the byte", (64, _needs(128, 128, 2), 2)),
@@ -185,15 +187,17 @@ def _counted(config, batch, seq, recompute):
 def _decoder_flops(answer):
     from ..gpt import Config
     cases = [
-        ("the book's decoder", Config(), 1, 64),
-        ("a batch", Config(layers=1), 3, 32),
-        ("one key head", Config(layers=2, kv_heads=1), 1, 16),
         ("no shared keys", Config(layers=1, kv_heads=8, width=64), 1, 48),
+        ("one key head", Config(layers=2, kv_heads=1), 1, 16),
+        ("a batch", Config(layers=1), 3, 32),
+        ("the book's decoder", Config(), 1, 64),
         ("a large vocabulary", Config(layers=1, vocab=5000, width=64), 2, 8),
         ("a long sequence", Config(layers=2, width=32, heads=2, kv_heads=2, hidden=48), 1, 256),
     ]
     for name, config, batch, seq in cases:
-        call = f"{name}, decoder_flops({config}, {batch}, {seq})"
+        shown = ", ".join(f"{size}={getattr(config, size)}" for size in
+                          ("vocab", "width", "layers", "heads", "kv_heads", "hidden"))
+        call = f"{name}, decoder_flops(Config({shown}), {batch}, {seq})"
         got = run(call, answer, config, batch, seq)
         if not isinstance(got, (tuple, list)) or len(got) != 2:
             raise Wrong(f"{call}: expected (model, hardware), got {got!r}")
