@@ -16,7 +16,7 @@ SETUP = $(PYTHON) tools/setup_env.py
 NEWEST_FLAG = $(if $(NEWEST),--newest)
 .DEFAULT_GOAL = help
 .PHONY: help book test test-gpu execute execute-gpu sync check gpu-bundle gpu-ready \
-        record status serve repository pins clean env-book env-test test-oldest env-oldest
+        record status serve repository vendor pins clean env-book env-test test-oldest env-oldest
 
 help:            ## this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 16
@@ -70,6 +70,9 @@ serve:           ## read the built book at http://127.0.0.1:8000
 
 repository: env-test ## change the repository's address everywhere (URL=https://...)
 	$(TEST) tools/repository.py "$(URL)"
+
+vendor:          ## fetch again what is kept below _static, and check it (needs npm)
+	$(PYTHON) tools/vendor.py
 
 pins: env-book env-test  ## write what is installed to the constraints files
 	$(BOOK) tools/pins.py constraints-book.txt

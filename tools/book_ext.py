@@ -9,6 +9,7 @@ from pathlib import Path
 
 from docutils import nodes
 
+import planner_files
 from pages import claims_by_cell
 
 CLAIMS_PAGE = "_generated/claims"
@@ -65,8 +66,10 @@ def mark_page(app, pagename, templatename, context, doctree):
 
 
 def lighter(app, pagename, templatename, context, doctree):
-    """Leave out live code, which is off but names a server, and MathJax where no math is."""
-    unused = ["thebe"] if 'class="math' in context.get("body", "") else ["thebe", "mathjax"]
+    """Leave out live code, which is off but names a server, and what this page does not use."""
+    users = {"mathjax": 'class="math', "planner": 'class="planner'}
+    body = context.get("body", "")
+    unused = ["thebe"] + [name for name, sign in users.items() if sign not in body]
     for kind in ("script_files", "css_files"):
         context[kind] = [f for f in context[kind] if not any(u in _source(f) for u in unused)]
 
@@ -82,6 +85,12 @@ def only_own_scripts(app, config):
     config.html_js_files = [f for f in config.html_js_files if "/" not in str(f)]
 
 
+def ship_planner(app, error):
+    """The planner's page runs the package's own files."""
+    if error is None and (Path(app.srcdir) / "planner.md").is_file():
+        planner_files.copy(Path(app.outdir), Path(app.srcdir))
+
+
 def setup(app):
     app.connect("config-inited", only_own_scripts)
     app.connect("doctree-read", add_claim_ids)
@@ -89,5 +98,6 @@ def setup(app):
     app.connect("doctree-read", say_what_never_ran)
     app.connect("html-page-context", mark_page)
     app.connect("html-page-context", lighter, priority=900)
+    app.connect("build-finished", ship_planner)
     return {"version": "1", "env_version": zlib.crc32(Path(__file__).read_bytes()),  # rebuild all
             "parallel_read_safe": True, "parallel_write_safe": True}

@@ -4,8 +4,8 @@
 
 reads companion/claims.csv, companion/hardware.py, references.csv and the notebooks below
 ROOT (default: this checkout), and the runs' records, and writes
-_generated/{claims,misstatements,hardware,status,references}.md, and the table that
-intro.md includes. Needs nbformat only.
+_generated/{claims,misstatements,hardware,status,references}.md, the table that intro.md
+includes, and what planner.md includes. Needs nbformat only.
 """
 import csv
 import dataclasses
@@ -19,6 +19,7 @@ from pathlib import Path
 import records
 from fingerprint import RUNNERS
 from notebooks import ROOT, Refused, code_cells, output_text, read, write_text
+from planner_files import planner_pages
 from thesis import thesis_markdown
 
 CLAIM_KEYS = ("id", "chapter", "statement", "kind", "status", "band", "misstated", "source")
@@ -367,6 +368,7 @@ def pages(root):
     front = intro.is_file() and "_generated/thesis.md" in intro.read_text(encoding="utf-8")
     return {
         **({"thesis": thesis_markdown(claims)} if front else {}),
+        **(planner_pages(root) if (root / "planner.md").is_file() else {}),
         "claims": claims_page(claims, where),
         "misstatements": misstatements_page(claims, where),
         "hardware": hardware_page(load_hardware(root).GPUS),

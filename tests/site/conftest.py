@@ -9,6 +9,7 @@ import http.server
 import importlib.util
 import shutil
 import threading
+import time
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -26,7 +27,9 @@ FLAGS = ("--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-syn
          "--disable-background-networking --disable-component-update").split()
 KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css",
          ".svg": "image/svg+xml", ".json": "application/json", ".png": "image/png",
-         ".woff": "font/woff", ".woff2": "font/woff2"}
+         ".woff": "font/woff", ".woff2": "font/woff2",
+         ".mjs": "text/javascript", ".wasm": "application/wasm", ".zip": "application/zip",
+         ".py": "text/x-python", ".csv": "text/csv"}
 
 
 def pytest_collection_modifyitems(items):
@@ -65,8 +68,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.send_header("Cache-Control", "no-store")
         self.end_headers()
         self.server.sent.append((path, len(body)))
+        half = len(body) // 2
         with contextlib.suppress(ConnectionError):  # a closed tab is no error of ours
-            self.wfile.write(body)
+            self.wfile.write(body[:half])
+            time.sleep(self.server.slow.get(path, 0))
+            self.wfile.write(body[half:])
 
     def log_message(self, *args):
         pass
@@ -84,6 +90,7 @@ class Server(http.server.ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.folder = folder.resolve()
         self.extra = {}  # path -> bytes: what a test adds to break something
+        self.slow = {}  # path -> seconds between the halves of its body
         self.sent = []  # (path, bytes of body) of every answer
         self.url = f"http://127.0.0.1:{self.server_port}"
 

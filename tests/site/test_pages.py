@@ -184,7 +184,7 @@ def book(root):
     if not BOOK_PYTHON.exists():
         pytest.skip("no .venv/book: run `make book`")
     shutil.copy(ROOT / "_config.yml", root)
-    shutil.copytree(ROOT / "_static", root / "_static", ignore=shutil.ignore_patterns("mathjax"))
+    shutil.copytree(ROOT / "_static", root / "_static", ignore=shutil.ignore_patterns("mathjax", "pyodide"))
     shutil.copytree(ROOT / "tools", root / "tools")
     (root / "_toc.yml").write_text("format: jb-book\nroot: intro\nchapters:\n"
                                    "- file: chapters/small\n- file: _generated/claims\n")
