@@ -447,7 +447,13 @@ class Plan:
             return None
         if self.margin < 0:
             return "does not fit"
-        return "fits" if self.on_device[1] <= self.room else "tight"
+        return "fits" if self._least <= self.room and self.on_device[1] <= self.room else "tight"
+
+    @property
+    def _least(self):
+        """Bytes that the upper end on the device is at least, known without the allocator."""
+        band = 0 if self.job.paged or self.job.gpus > 1 else BAND
+        return int(self.allocated * (1 + band)) + self.overhead[1]
 
     @property
     def room(self):
@@ -468,6 +474,11 @@ class Plan:
         if self.device is None:
             return None
         return self.room - self.allocated - self.overhead[0]
+
+    @cached_property
+    def tried(self):
+        """Plans of other jobs that the search for advice has made, by Job."""
+        return {}
 
     @cached_property
     def advice(self):

@@ -93,7 +93,10 @@ def _halves(n):
 def _try(plan, options):
     from .planner import changed, make_plan
     try:
-        return make_plan(plan.model, changed(plan.job, **options), plan.device)
+        job = changed(plan.job, **options)
+        if job not in plan.tried:
+            plan.tried[job] = make_plan(plan.model, job, plan.device)
+        return plan.tried[job]
     except ValueError:
         return None  # does not go together with the rest of the job
 

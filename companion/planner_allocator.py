@@ -82,3 +82,13 @@ class Allocator:
         first.right = second.right
         if second.right is not None:
             second.right.left = first
+
+
+def play(events, allocator, blocks):
+    """Ask ``allocator`` for what a RecordingTape wrote down; blocks: by number, extended here."""
+    malloc, free, add = allocator.malloc, allocator.free, blocks.append
+    for event in events:
+        if event > 0:
+            add(malloc(event))
+        else:
+            free(blocks[-event])

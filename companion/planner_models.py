@@ -10,12 +10,10 @@ Dimensions of known models come from data/models.csv, others from a Hugging Face
 Standard library only: this file also runs in a browser.
 """
 import csv
-import difflib
 import functools
 import json
 import re
 from dataclasses import dataclass, replace
-from importlib import resources
 from pathlib import Path
 
 
@@ -195,7 +193,7 @@ def _row(row):
 @functools.cache
 def registry():
     """All known models by name."""
-    text = resources.files("companion").joinpath("data", "models.csv").read_text("utf-8")
+    text = (Path(__file__).parent / "data" / "models.csv").read_text(encoding="utf-8")
     return {row["name"]: _row(row) for row in csv.DictReader(text.splitlines())}
 
 
@@ -222,6 +220,7 @@ def find_model(name):
             return known[candidate]
         if len(begin) == 1:
             return known[begin[0]]
+    import difflib  # only for a mistake
     near = [known[k].name for k in difflib.get_close_matches(key, known, n=3, cutoff=0.5)]
     hint = f"near: {', '.join(near)}" if near else f"there are {', '.join(registry())}"
     raise ValueError(f"no model {str(name)!r}; {hint}")

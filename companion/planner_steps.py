@@ -12,8 +12,8 @@ Standard library only: this file also runs in a browser.
 from dataclasses import dataclass, replace
 
 from .memory import MiB, nf4_bytes
-from .planner_allocator import Allocator
-from .planner_tape import Tape
+from .planner_allocator import Allocator, play
+from .planner_tape import RecordingTape, Tape
 
 WORKSPACE = 32 * MiB  # cuBLAS on Hopper, once for each thread that multiplies
 
@@ -585,13 +585,12 @@ def training_moments(model, job, static, step, stage=None):
     holds the activations of as many micro-batches as there are stages, "last" has the loss.
     Returns a list of Moment.
     """
-    dropout = 0.1 if model.family == "gpt2" else 0.0
     if stage == "first":
-        tape = Tape(job.autocast, dropout)
+        tape = Tape(job.autocast, _dropout(model))
         graph = [Walk(model, job, tape, stage=stage).hidden_states()]  # holds what is saved
         static = {**static, "activations": tape.live["activations"] * (job.pipeline - 1)}
         graph.clear()
-    tape = Tape(job.autocast, dropout)
+    tape = Tape(job.autocast, _dropout(model))
     for kind, nbytes in static.items():
         tape.change(kind, nbytes)
     tape.mark()
@@ -609,6 +608,11 @@ def training_moments(model, job, static, step, stage=None):
              "temporaries": step(tape.live["gradients"])}
     moments.append(Moment("step", {**dict.fromkeys(tape.live, 0), **parts}, "optimizer"))
     return moments
+
+
+def _dropout(model):
+    """The share that the family drops in training by default."""
+    return 0.1 if model.family == "gpt2" else 0.0
 
 
 def forward_backward(walk, close=lambda name: None):
@@ -690,13 +694,6 @@ def count_parameters(model, job):
     return sum(n for n, _, _ in met), sum(n for n, _, trainable in met if trainable)
 
 
-class _Uncounted(Tape):
-    """A tape whose bytes are counted by its allocator alone."""
-
-    def change(self, kind, nbytes):
-        pass
-
-
 def training_cache(model, job, steps=2):
     """Bytes that PyTorch's allocator keeps beyond the peak of ``steps`` steps, by bookkeeping.
 
@@ -709,13 +706,13 @@ def training_cache(model, job, steps=2):
     trained = [(n, item) for n, item, trainable in met if trainable]
     held.append(allocator.malloc(WORKSPACE))
     first = replace(job, accumulate=1)
-    dropout = 0.1 if model.family == "gpt2" else 0.0
+    parts = [_recorded(model, first if part == 0 else job)
+             for part in range(min(job.accumulate, 2))]  # later ones are like the second
     for number in range(steps):
-        tapes = []
-        for part in range(min(job.accumulate, 2)):  # later ones are like the second
-            tape = _Uncounted(job.autocast, dropout, allocator)
-            tapes.append(tape)
-            forward_backward(Walk(model, job if part else first, tape, True))
+        blocks = []
+        for part, (events, _) in enumerate(parts):
+            blocks.append([None])
+            play(events, allocator, blocks[-1])
             if number == part == 0:
                 held.append(allocator.malloc(WORKSPACE))
         if number == 0:
@@ -725,9 +722,18 @@ def training_cache(model, job, steps=2):
             roots = [allocator.malloc(n * item) for n, item in trained]
             for block in roots:
                 allocator.free(block)
-        for tape in tapes:
-            tape.kept.clear()
+        for (_, cleared), known in zip(parts, blocks):
+            play(cleared, allocator, known)
     return allocator.reserved - allocator.highest
+
+
+def _recorded(model, job):
+    """(events of a micro-batch, events of dropping its gradients): the same in every step."""
+    tape = RecordingTape(job.autocast, _dropout(model))
+    forward_backward(Walk(model, job, tape, True))
+    events = tape.take()
+    tape.kept.clear()
+    return events, tape.take()
 
 
 def inference_moments(model, job, static):
@@ -788,18 +794,36 @@ def _cache_bytes(model, job, tokens):
 
 def inference_cache(model, job, most=16):
     """Bytes that PyTorch's allocator keeps beyond the peak of a prompt and ``most`` new tokens."""
-    allocator = Allocator()
+    allocator, blocks = Allocator(), [None]
     held = [allocator.malloc(n * item) for n, item, _ in parameters_met(model, job)]
     held.append(allocator.malloc(WORKSPACE))
-    tape = _Uncounted(allocator=allocator)
+    tape = RecordingTape()
     tape.grad = False
     walk = Walk(model, job, tape, True)
     walk.cache = {}
     walk.head(walk.hidden_states(), None if job.all_logits else 1)
     tape.new_kind = walk.held = None
+    play(tape.take(), allocator, blocks)
     walk.past, walk.s, walk.rows = job.sequence, 1, walk.b
-    for _ in range(min(most, job.new_tokens)):
-        walk.head(walk.hidden_states())
-        tape.new_kind = walk.held = None
-        walk.past += 1
+    for events in _decoded(walk, min(most, job.new_tokens)):
+        play(events, allocator, blocks)
     return allocator.reserved - allocator.highest
+
+
+def _decoded(walk, tokens):
+    """What the allocator is asked for in each of ``tokens`` steps of decoding.
+
+    From the second step on, each asks for the same blocks, larger by the same bytes, unless a
+    window fills on the way: so two of them tell the others.
+    """
+    window, start = walk.m.window, walk.past
+    filling = window is not None and start <= window <= start + tokens
+    steps = []
+    for _ in range(tokens if filling else min(tokens, 3)):
+        walk.head(walk.hidden_states())
+        walk.tape.new_kind = walk.held = None
+        walk.past += 1
+        steps.append(walk.tape.take())
+    for _ in range(tokens - len(steps)):
+        steps.append([b + (b - a) for a, b in zip(steps[-2], steps[-1])])
+    return steps

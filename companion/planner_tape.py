@@ -21,12 +21,11 @@ KINDS = ("weights", "moments", "gradients", "weight casts", "activations", "logi
 
 class Storage:
     """Bytes that are allocated until the last tensor that looks at them is gone."""
-    __slots__ = ("tape", "bytes", "kind", "block")
+    __slots__ = ("tape", "bytes", "kind")
 
     def __init__(self, tape, nbytes, kind):
         self.tape, self.bytes, self.kind = tape, -(-nbytes // 512) * 512, kind
         tape.change(kind, self.bytes)
-        self.block = tape.allocator and nbytes and tape.allocator.malloc(nbytes)
 
     def name(self, kind):
         """Book the bytes under another component from now on."""
@@ -37,8 +36,25 @@ class Storage:
 
     def __del__(self):
         self.tape.change(self.kind, -self.bytes)
-        if self.block:
-            self.tape.allocator.free(self.block)
+
+
+class Block:
+    """A Storage on a RecordingTape: numbered, not counted, and of no component."""
+    __slots__ = ("tape", "number")
+    kind = "none"
+
+    def __init__(self, tape, nbytes, kind=None):
+        self.tape, self.number = tape, 0
+        if nbytes:
+            tape.count = self.number = tape.count + 1
+            tape.events.append(nbytes)
+
+    def name(self, kind):
+        pass
+
+    def __del__(self):
+        if self.number:
+            self.tape.events.append(-self.number)
 
 
 class Parameter:
@@ -92,8 +108,9 @@ def _edge(t):
 class Tape:
     """Live bytes by component, the peak since ``mark``, and the operations of a model."""
 
-    def __init__(self, autocast=False, dropout=0.0, allocator=None):
-        self.allocator = allocator
+    storage = Storage
+
+    def __init__(self, autocast=False, dropout=0.0):
         self.live = dict.fromkeys(KINDS, 0)
         self.total, self.highest, self.peak = 0, 0, dict(self.live)
         self.grad, self.autocast, self.dropout = True, autocast, dropout
@@ -126,15 +143,17 @@ class Tape:
 
     def tensor(self, n, item, kind=None):
         kind = kind or self.new_kind or "temporaries"
-        return Tensor(n, item, Storage(self, n * item, kind))
+        return Tensor(n, item, self.storage(self, n * item, kind))
 
     def parameter(self, n, item, trainable=True, held=False, kept=None, shards=1):
         return Parameter(self, n, item, trainable, held, kept, shards)
 
     def op(self, out, inputs, back, saved=()):
         """Give ``out`` its node, if any input needs a gradient; name what it saves."""
-        edges = [_edge(t) for t in inputs] if self.grad else ()
-        if any(edge is not None for edge in edges):
+        if not self.grad:
+            return out
+        edges = [_edge(t) for t in inputs]
+        if edges.count(None) < len(edges):
             self.seq += 1
             kept = []
             for t in saved:
@@ -405,7 +424,7 @@ class Tape:
         del y
         root = Node(self.seq + 1, [node], lambda _: [g], [])
         self.seq += 1
-        start = Tensor(1, 4, Storage(self, 0, "temporaries"), root)
+        start = Tensor(1, 4, self.storage(self, 0, "temporaries"), root)
         self.backward(start)
 
 
@@ -418,3 +437,27 @@ class _Input(Parameter):
     def accept(self, g):
         if self.grad is None:
             self.grad = g
+
+
+class RecordingTape(Tape):
+    """A tape that counts nothing, but writes down what it asks of an allocator.
+
+    events: bytes of a block that is wanted, or minus the number of one that is given back;
+    blocks are numbered from 1 as they come.
+    """
+    storage = Block
+
+    def __init__(self, autocast=False, dropout=0.0):
+        super().__init__(autocast, dropout)
+        self.events, self.count = [], 0
+
+    def change(self, kind, nbytes):
+        pass
+
+    def tensor(self, n, item, kind=None):
+        return Tensor(n, item, Block(self, n * item))
+
+    def take(self):
+        """The events since the last call."""
+        events, self.events = self.events, []
+        return events

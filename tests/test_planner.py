@@ -16,13 +16,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from companion import cli, planner
+from companion import cli, planner, planner_steps
 from companion.memory import (GB, GiB, LLAMA_2_7B, MiB, kv_bytes, llama_block_bytes,
                               lora_parameters)
 from companion.planner import Job, find, format_size, make_plan, parse_size, plan
 from companion.planner_models import Model, find_model, from_config, from_parameters, registry
 from companion.planner_steps import Walk, count_parameters
-from companion.planner_tape import KINDS, Tape
+from companion.planner_tape import KINDS, RecordingTape, Tape
 
 ROOT = Path(__file__).parents[1]
 TINY = Model("tiny", "llama", 4, 256, 8, 4, 32, 704, 5000)
@@ -484,6 +484,45 @@ def test_the_answer_is_one_screen_and_quick():
     assert len(lines) <= 40 and max(map(len, lines)) <= 100
     assert "does not fit" in done.stdout and "What would make it fit" in done.stdout
     assert min(seconds) < 0.3
+
+
+def _decoding(name, prompt):
+    walk = Walk(find(name), Job(method="inference", batch=2, sequence=prompt), RecordingTape(),
+                True)
+    walk.tape.grad, walk.cache = False, {}
+    walk.head(walk.hidden_states(), 1)
+    walk.tape.new_kind = walk.held = None
+    walk.tape.take()
+    walk.past, walk.s, walk.rows = prompt, 1, walk.b
+    return walk
+
+
+@pytest.mark.parametrize("name, prompt", [
+    ("llama-3-8b", 100), ("gemma-2-2b", 100), ("gemma-2-2b", 4090), ("gemma-2-2b", 5000),
+    ("gemma-3-1b", 505), ("mistral-7b", 4095), ("deepseek-v2-lite", 64)])
+def test_steps_of_decoding_that_are_told_from_two_are_those_that_would_be_walked(name, prompt):
+    """Also around a window: gemma-2's has 4096 tokens, gemma-3's 512."""
+    walk, walked = _decoding(name, prompt), []
+    for _ in range(12):
+        walk.head(walk.hidden_states())
+        walk.tape.new_kind = walk.held = None
+        walk.past += 1
+        walked.append(walk.tape.take())
+    assert planner_steps._decoded(_decoding(name, prompt), 12) == walked
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"method": "inference"}, {"method": "lora", "checkpointing": True, "batch": 4},
+    {"method": "inference", "paged": True}, {"gpus": 2, "shard": 3}])
+def test_a_verdict_without_the_allocator_is_the_one_with_it(options):
+    """Sizes around the bound below which nothing is simulated."""
+    p = plan("llama-2-7b", **options)
+    for size in (p.allocated + p.overhead[0], p._least, *p.on_device):
+        for more in range(-2, 3):
+            device = planner.Device("d", int(size / (p.job.share if p.job.paged else 1)) + more)
+            new = planner.Plan(p.model, p.job, device, p.moments)
+            word = "fits" if new.on_device[1] <= new.room else "tight"
+            assert new.verdict == ("does not fit" if new.margin < 0 else word)
 
 
 def test_nothing_but_the_standard_library():

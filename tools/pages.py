@@ -20,6 +20,7 @@ import records
 from fingerprint import RUNNERS
 from notebooks import ROOT, Refused, code_cells, output_text, read, write_text
 from planner_files import planner_pages
+from planner_tables import planner_accuracy
 from thesis import thesis_markdown
 
 CLAIM_KEYS = ("id", "chapter", "statement", "kind", "status", "band", "misstated", "source")
@@ -368,7 +369,8 @@ def pages(root):
     front = intro.is_file() and "_generated/thesis.md" in intro.read_text(encoding="utf-8")
     return {
         **({"thesis": thesis_markdown(claims)} if front else {}),
-        **(planner_pages(root) if (root / "planner.md").is_file() else {}),
+        **({**planner_pages(root), "planner_accuracy": planner_accuracy(root, table)}
+           if (root / "planner.md").is_file() else {}),
         "claims": claims_page(claims, where),
         "misstatements": misstatements_page(claims, where),
         "hardware": hardware_page(load_hardware(root).GPUS),
