@@ -124,8 +124,9 @@ def accuracy(root, table, memory_score):
     return [
         f"{len(entries)} set-ups of models with random weights ran three steps each on one or "
         f"two GPUs ({html.escape(setting)}). The error is that of the highest peak "
-        "that tensors hold. Every second row was set aside before it was measured, and nothing "
-        "was fitted to those. The last column is the share of rows whose reserved bytes lie in "
+        "that tensors hold. Every second row was set aside before it was measured: no term and no "
+        "factor was chosen by those, though their errors were in view while causes were sought. "
+        "The last column is the share of rows whose reserved bytes lie in "
         "the band that the planner prints.",
         table(("Kind", "Rows", "Held out", "Mean error", "Worst", "Reserved in band"),
               by_kind(entries, memory_score), "Predicted and measured peaks"),
