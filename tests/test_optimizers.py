@@ -1,4 +1,4 @@
-"""companion.optimizers and benchmarks/optimizers.py: members that never meet, rules that are torch's."""
+"""companion.optimizers and its benchmark: members that never meet, rules that are torch's."""
 import json
 import sys
 import types
