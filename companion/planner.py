@@ -125,6 +125,34 @@ class Job:
         return self.accumulate > 1 or self.recipe == "megatron"
 
     @property
+    def is_ddp(self):
+        """Whether gradients are summed by PyTorch's DDP, in buckets beside them."""
+        return self.training and self.data > 1 and not self.shard and self.is_torch
+
+    @property
+    def is_torch(self):
+        """Whether PyTorch alone keeps all states on the GPU, without DeepSpeed or Megatron."""
+        return self.offload == "none" and self.recipe not in ("mixed", "megatron")
+
+    @property
+    def simulated(self):
+        """Whether the allocator is simulated: one GPU, or DDP or FSDP2 and nothing else."""
+        if self.gpus == 1:
+            return True
+        return self.method in ("full", "lora") and self.data == self.gpus \
+            and self.expert == 1 and self.shard in (0, 3) and self.is_torch
+
+    @property
+    def sharded(self):
+        """Whether weights are gathered from all ranks, layer by layer: FSDP, ZeRO stage 3."""
+        return self.shard == 3 and self.training
+
+    @property
+    def stored(self):
+        """Bytes of a weight, a gradient, a master copy and a moment: a value of RECIPES."""
+        return RECIPES[self.recipe]
+
+    @property
     def gradient_shards(self):
         return self.data if self.shard >= 2 else 1
 
@@ -369,7 +397,9 @@ def communication_bytes(model, job):
     """{component: bytes} of gathered weights and buckets that exist all through a step."""
     if not job.training:
         return {}
-    if job.shard == 3 or job.offload == "parameters":  # embedding, last norm and head stay
+    if job.sharded:
+        return {}  # the walk gathers and gives back
+    if job.offload == "parameters":  # embedding, last norm and head stay
         return {"gathered": model.outer_parameters // job.tensor * job.weight_bytes}
     if job.data == 1:
         # tensor parallel ranks gather the tokens in front of a product
@@ -387,7 +417,7 @@ NCCL = (0.3 * GiB, 1.5 * GiB)     # channels and buffers of communicators
 # The allocator is simulated block by block. Its order of blocks differs a little from the real
 # one: nine of ten measured rows are within this part of the simulated bytes.
 BAND = 0.05
-PARALLEL_CACHE = (0.0, 0.25)      # of several GPUs: buffers of communication are not simulated
+PARALLEL_CACHE = (0.0, 0.25)      # of several GPUs, beyond DDP and FSDP2: not simulated
 
 
 @cache
@@ -421,7 +451,7 @@ class Plan:
         """(low, high) bytes that PyTorch's allocator takes; what exceeds allocated is cache."""
         if self.job.paged:  # an engine takes what it is given, once
             return self.allocated, self.allocated
-        if self.job.gpus > 1:
+        if not self.job.simulated:
             return tuple(int(self.allocated * (1 + part)) for part in PARALLEL_CACHE)
         middle = self.allocated + allocator_cache(self.model, self.job)
         return max(self.allocated, int(middle * (1 - BAND))), int(middle * (1 + BAND))
@@ -452,7 +482,7 @@ class Plan:
     @property
     def _least(self):
         """Bytes that the upper end on the device is at least, known without the allocator."""
-        band = 0 if self.job.paged or self.job.gpus > 1 else BAND
+        band = BAND if self.job.simulated and not self.job.paged else 0
         return int(self.allocated * (1 + band)) + self.overhead[1]
 
     @property

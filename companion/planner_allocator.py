@@ -92,3 +92,30 @@ def play(events, allocator, blocks):
             add(malloc(event))
         else:
             free(blocks[-event])
+
+
+SIDE = 2**60  # a multiple of it in an event: the number of a stream beside the main one
+
+
+class Pools:
+    """Allocators, one for each stream: blocks of one are never given to another."""
+
+    def __init__(self):
+        self.streams, self.allocated, self.highest = {}, 0, 0
+
+    @property
+    def reserved(self):
+        return sum(a.reserved for a in self.streams.values())
+
+    def malloc(self, event):
+        """A block of ``event % SIDE`` bytes for stream ``event // SIDE``."""
+        stream, nbytes = divmod(event, SIDE)
+        block = self.streams.setdefault(stream, Allocator()).malloc(nbytes)
+        self.allocated += block.size
+        self.highest = max(self.highest, self.allocated)
+        return stream, block
+
+    def free(self, owned):
+        stream, block = owned
+        self.allocated -= block.size
+        self.streams[stream].free(block)

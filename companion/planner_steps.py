@@ -12,10 +12,11 @@ Standard library only: this file also runs in a browser.
 from dataclasses import dataclass, replace
 
 from .memory import MiB, nf4_bytes
-from .planner_allocator import Allocator, play
+from .planner_allocator import Allocator, Pools, play
 from .planner_tape import RecordingTape, Tape
 
 WORKSPACE = 32 * MiB  # cuBLAS on Hopper, once for each thread that multiplies
+GATHERING, REDUCING = 1, 2  # FSDP's streams beside the main one, 0; each has its own pool
 
 
 @dataclass
@@ -50,6 +51,9 @@ class Walk:
         self.upcast = job.upcast and job.method == "qlora"
         self.outer = 4 if self.upcast else self.item      # of embedding, norms and head
         self.past, self.cache = 0, None                   # inference: tokens kept; [k, v] a layer
+        self.sharded = job.sharded                        # see "sharded weights" below
+        self.flat = self.parts = self.root = self.reducing = None
+        self.shards = []                                  # reduced gradients
 
     # -- parts --
 
@@ -59,14 +63,15 @@ class Walk:
         kept = self.job.gradient_bytes if self.full else item
         n = -(-n // self.split)
         self.made.append((n, item, trainable))
+        if self.sharded:  # whole, and as autograd makes it, until it is reduced
+            return self.tape.parameter(n, item, trainable)
         return self.tape.parameter(n, item, trainable, self.job.gradients_stay, kept,
                                    self.job.gradient_shards)
 
     def outer_weight(self, n):
         """Of embedding or head: FSDP reduces their gradients when all of backward is done."""
         w = self.weight(n, item=self.outer)
-        if self.job.shard == 3 and self.full:
-            w.shards, w.kept = 1, w.item
+        if self.sharded:
             self.roots.append(w)
         return w
 
@@ -102,7 +107,7 @@ class Walk:
                           self.weight(n_out, False) if bias else None)
         kept = x.item if self.upcast else result.item
         x = t.cast(x, item)
-        held = self.job.gradients_stay
+        held = self.job.gradients_stay and not self.sharded
         self.made += [(n_in * r, item, True), (r * n_out, item, True)]
         down = t.linear(x, t.parameter(n_in * r, item, True, held), rows * r)
         up = t.linear(down, t.parameter(r * n_out, item, True, held), rows * n_out)
@@ -434,9 +439,15 @@ class Walk:
         for i in range(1, count - 1):
             middle.setdefault(kinds[i], []).append(i)
         runs = [(0, 1)]
+        apart = []
+        if self.sharded and count > 3:  # the first to meet the buffer of another's gradients
+            members = middle[kinds[count - 2]]
+            members.remove(count - 2)
+            apart = [(count - 2, 1)]
         # the second layer apart: without gradients into the first, LoRA's first layer differs
-        for members in middle.values():
+        for members in filter(None, middle.values()):
             runs.append((members[0], len(members)))
+        runs += apart
         if count > 1:
             runs.append((count - 1, 1))
         return runs
@@ -444,6 +455,10 @@ class Walk:
     def hidden_states(self):
         """Embedding and layers; autograd's graph is left on the tape."""
         t, m, job = self.tape, self.m, self.job
+        if self.sharded:
+            outer = m.outer_parameters // job.tensor * self.item
+            self.flat = t.tensor(outer, 1, "gathered", GATHERING)
+            self.root = t.tensor(outer, 1, "gathered")
         self.embedding_weight = self.outer_weight(self.vocab * m.hidden)
         if self.stage == "last":
             x = t.receive(self.rows * m.hidden, self.outer)
@@ -483,7 +498,104 @@ class Walk:
         del embedded
         return x
 
+    # -- data parallel copies: DDP --
+
+    def outlive(self, nbytes):
+        """The second step of DDP: the bucket of the first one lives until a reduction begins.
+
+        DDP first puts all gradients in one bucket and makes smaller ones before the second
+        forward pass. NCCL's process group holds the tensors of a finished collective on a
+        shelf, which its watchdog thread fills some time later and the start of another
+        collective clears. If the watchdog is late for the second forward pass, that is the
+        first bucket of the second backward pass, full with 1 MiB of gradients. Planned is
+        that it is late: of two runs that were looked at, it was in one.
+
+        Source: Reducer::rebuild_buckets, ProcessGroupNCCL's ``shelvesToUnstash_``.
+        """
+        t, seen = self.tape, []
+        t.change("communication", nbytes)
+
+        def arrived(w):
+            if self.m.tied and w is self.embedding_weight:
+                return  # autograd adds both of its gradients up before DDP hears of it
+            seen.append(w.n * w.kept)
+            if sum(seen) >= MiB:
+                t.arrived = None
+                t.change("communication", -nbytes)
+
+        t.arrived = arrived
+
+    # -- sharded weights: FSDP2, a group for each layer and one for all else --
+    #
+    # Source: torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py
+
+    def _layer_bytes(self, layer):
+        """Bytes of a layer's weights as they are gathered."""
+        n = self.m.layer_parameters(layer) // self.job.tensor
+        return int(nf4_bytes(n)) if self.job.method == "qlora" else n * self.job.weight_bytes
+
+    def _gather(self, layer):
+        """Forward: weights arrive in one buffer and are copied out of it.
+
+        The buffer lives until the next one is filled (``all_gather_state``), so that both
+        copies of a layer exist while it runs.
+        """
+        self.flat = self.tape.tensor(self._layer_bytes(layer), 1, "gathered", GATHERING)
+        self.parts = self.tape.tensor(self._layer_bytes(layer), 1, "gathered")
+
+    def _gather_again(self, layer):
+        """Backward: copy the weights out; the layer before arrives meanwhile, in a buffer."""
+        self.parts = self.tape.tensor(self._layer_bytes(layer), 1, "gathered")
+        self.flat = None
+        if layer:
+            size = self._layer_bytes(layer - 1)
+            self.flat = self.tape.tensor(size, 1, "gathered", GATHERING)
+        self.first_kept = len(self.tape.kept)
+        self.tape.where = f"layer {layer + 1}"
+
+    def _reduce_layer(self):
+        """A layer's backward is done: its weights go, its gradients are reduced."""
+        self.parts = None
+        grads = self.tape.kept[self.first_kept:]
+        del self.tape.kept[self.first_kept:]
+        self._reduce(grads)
+
+    def _reduce(self, grads):
+        """Whole gradients, copied into one buffer, become this rank's part.
+
+        The buffer lives until the next reduction (``reduce_scatter_states``).
+        """
+        t, n, job = self.tape, sum(g.n for g in grads), self.job
+        kept = job.gradient_bytes if self.full else job.adapter_bytes
+        self.reducing = None
+        self.reducing = t.tensor(n, kept or job.weight_bytes, "communication")
+        grads.clear()
+        part = t.tensor(-(-n // job.gradient_shards), kept, "gradients", REDUCING)
+        if not job.gradients_stay:
+            self.shards.append(part)
+
+    def reduce_root(self):
+        """The end of backward: what no layer has is reduced, then all buffers are gone."""
+        t = self.tape
+        t.where = "embedding and head"
+        self.flat = self.parts = self.root = None
+        for w in self.roots:
+            w.grad = None
+        self._reduce(t.kept)
+        self.reducing = None
+        t.kept, self.shards = self.shards, []
+
     def _run(self, x, table, first, copies):
+        """``_layers``, with what FSDP does before and after each."""
+        if not self.sharded:
+            return self._layers(x, table, first, copies)
+        self._gather(first)
+        x = self.tape.through(x, self._reduce_layer)
+        y = self._layers(x, table, first, copies)
+        self.parts = None
+        return self.tape.through(y, lambda: self._gather_again(first))
+
+    def _layers(self, x, table, first, copies):
         """One layer, and ``copies - 1`` that are booked like it."""
         t, job, made = self.tape, self.job, len(self.made)
         before = dict(t.live)
@@ -520,13 +632,12 @@ class Walk:
         return y
 
     def layer_traffic(self):
-        """Bytes that FSDP gathers while it is among the layers, and that it reduces there.
+        """Bytes that are fetched from the CPU while among the layers, and that go back there.
 
-        Gathered: this layer and the next. Reduced: a layer's whole gradients, and the buffer
-        in which those of the layer before are on their way.
+        Fetched: this layer and the next. Going back: a layer's whole gradients.
         """
         m, job = self.m, self.job
-        if job.shard != 3 and job.offload != "parameters":
+        if self.sharded or job.offload != "parameters":
             return 0, 0
         n = max(m.layer_parameters(0), m.layer_parameters(m.layers - 1)) // job.tensor
         packed = nf4_bytes(n) if job.method == "qlora" else n * job.weight_bytes
@@ -601,7 +712,10 @@ def training_moments(model, job, static, step, stage=None):
         moments.append(Moment(name, dict(parts), where))
         tape.mark()
 
-    forward_backward(Walk(model, job, tape, stage=stage), close)
+    walk = Walk(model, job, tape, stage=stage)
+    if job.is_ddp:
+        walk.outlive(static["communication"])
+    forward_backward(walk, close)
     gone = {"activations", "gathered"} | ({"communication"} if job.shard == 3 else set())
     static = {k: v for k, v in static.items() if k not in gone}
     parts = {**static, "gradients": tape.live["gradients"],
@@ -641,23 +755,9 @@ def forward_backward(walk, close=lambda name: None):
     tape.where = "head and loss"
     tape.backward(loss)
     del loss
-    if walk.roots:
-        _reduce_roots(walk)
+    if walk.sharded:
+        walk.reduce_root()
     close("backward")
-
-
-def _reduce_roots(walk):
-    """FSDP's last reduction: whole gradients of embedding and head become this rank's part."""
-    tape, job = walk.tape, walk.job
-    tape.where = "embedding and head"
-    buffer = tape.tensor(sum(w.n for w in walk.roots), job.gradient_bytes, "communication")
-    for w in walk.roots:
-        if w.grad is not None:
-            tape.kept.remove(w.grad)
-            w.grad = None
-        part = -(-w.n // job.gradient_shards)
-        tape.kept.append(tape.tensor(part, job.gradient_bytes, "gradients"))
-    del buffer
 
 
 def _chunked(walk, x):
@@ -698,33 +798,67 @@ def training_cache(model, job, steps=2):
     """Bytes that PyTorch's allocator keeps beyond the peak of ``steps`` steps, by bookkeeping.
 
     Every tensor of every layer is given its block. The first step runs without moments, so
-    that the second finds the cache that it left.
+    that the second finds the cache that it left. Of several GPUs: one of DDP or of FSDP2.
     """
-    allocator = Allocator()
-    met = parameters_met(model, job)
-    held = [allocator.malloc(n * item) for n, item, _ in met]
-    trained = [(n, item) for n, item, trainable in met if trainable]
+    allocator = Allocator() if job.gpus == 1 else Pools()
+    tensors = resident(model, job)
+    held = [allocator.malloc(weight) for weight, _, _ in tensors]
+    trained = [moment for _, _, moment in tensors if moment]
+    bucket = allocator.malloc(sum(g for _, g, _ in tensors)) if job.is_ddp else None
     held.append(allocator.malloc(WORKSPACE))
     first = replace(job, accumulate=1)
     parts = [_recorded(model, first if part == 0 else job)
              for part in range(min(job.accumulate, 2))]  # later ones are like the second
     for number in range(steps):
         blocks = []
+        if bucket and number == 1:
+            held += [allocator.malloc(n) for n in buckets([g for _, g, _ in tensors])]
         for part, (events, _) in enumerate(parts):
             blocks.append([None])
             play(events, allocator, blocks[-1])
             if number == part == 0:
                 held.append(allocator.malloc(WORKSPACE))
+        if bucket and number == 1:  # see Walk.outlive
+            allocator.free(bucket)
         if number == 0:
-            moments = job.moments_kept
-            held += [allocator.malloc(n * item) for n, item in trained for _ in range(moments)]
+            held += [allocator.malloc(n) for n in trained for _ in range(job.moments_kept)]
         if job.optimizer == "adamw":
-            roots = [allocator.malloc(n * item) for n, item in trained]
+            roots = [allocator.malloc(n) for n in trained]
             for block in roots:
                 allocator.free(block)
         for (_, cleared), known in zip(parts, blocks):
             play(cleared, allocator, known)
     return allocator.reserved - allocator.highest
+
+
+def resident(model, job):
+    """[(bytes of the weight, of its gradient, of a moment of it)] of each parameter's part here.
+
+    Frozen ones have neither gradient nor moment.
+    """
+    found = []
+    for n, item, trainable in parameters_met(model, job):
+        if job.gpus > 1 and not job.is_lora:
+            weight, _, _, moment = job.stored
+        else:
+            weight = moment = item
+        here = -(-n // job.data) if job.sharded else n
+        found.append((here * weight, n * weight * trainable, here * moment * trainable))
+    return found
+
+
+def buckets(gradients, first=MiB, then=25 * MiB):
+    """Bytes of DDP's buckets: of each parameter's gradient in order, filled from the last one.
+
+    A bucket is closed when it has reached its limit. Source: compute_bucket_assignment_by_size.
+    """
+    found, now = [], 0
+    for nbytes in reversed(gradients):
+        now += nbytes
+        if now >= (then if found else first):
+            found.append(now)
+            now = 0
+    return found + [now] * (now > 0)
 
 
 def _recorded(model, job):

@@ -15,6 +15,8 @@ Standard library only: this file also runs in a browser.
 """
 import heapq
 
+from .planner_allocator import SIDE
+
 KINDS = ("weights", "moments", "gradients", "weight casts", "activations", "logits",
          "KV cache", "temporaries", "gathered", "workspaces", "communication")
 
@@ -43,11 +45,11 @@ class Block:
     __slots__ = ("tape", "number")
     kind = "none"
 
-    def __init__(self, tape, nbytes, kind=None):
+    def __init__(self, tape, nbytes, stream=0):
         self.tape, self.number = tape, 0
         if nbytes:
             tape.count = self.number = tape.count + 1
-            tape.events.append(nbytes)
+            tape.events.append(nbytes + stream * SIDE)
 
     def name(self, kind):
         pass
@@ -75,6 +77,8 @@ class Parameter:
             g.storage.name("gradients")
             self.grad = g
             self.tape.kept.append(g)
+        if self.tape.arrived:
+            self.tape.arrived(self)
 
 
 class Tensor:
@@ -116,6 +120,7 @@ class Tape:
         self.grad, self.autocast, self.dropout = True, autocast, dropout
         self.seq, self.casts, self.kept = 0, {}, []  # kept: gradients of parameters
         self.new_kind, self.where, self.peak_where = None, "", ""
+        self.arrived = None  # called with each parameter whose gradient is there
 
     # -- bookkeeping --
 
@@ -141,7 +146,7 @@ class Tape:
         """{component: bytes} at the fullest moment since ``mark``, and where it was."""
         return dict(self.live) if self.peak is None else self.peak, self.peak_where
 
-    def tensor(self, n, item, kind=None):
+    def tensor(self, n, item, kind=None, stream=0):
         kind = kind or self.new_kind or "temporaries"
         return Tensor(n, item, self.storage(self, n * item, kind))
 
@@ -442,8 +447,8 @@ class _Input(Parameter):
 class RecordingTape(Tape):
     """A tape that counts nothing, but writes down what it asks of an allocator.
 
-    events: bytes of a block that is wanted, or minus the number of one that is given back;
-    blocks are numbered from 1 as they come.
+    events: bytes of a block that is wanted (plus SIDE for each number of its stream), or minus
+    the number of one that is given back; blocks are numbered from 1 as they come.
     """
     storage = Block
 
@@ -454,8 +459,8 @@ class RecordingTape(Tape):
     def change(self, kind, nbytes):
         pass
 
-    def tensor(self, n, item, kind=None):
-        return Tensor(n, item, Block(self, n * item))
+    def tensor(self, n, item, kind=None, stream=0):
+        return Tensor(n, item, Block(self, n * item, stream))
 
     def take(self):
         """The events since the last call."""

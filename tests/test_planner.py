@@ -20,6 +20,7 @@ from companion import cli, planner, planner_steps
 from companion.memory import (GB, GiB, LLAMA_2_7B, MiB, kv_bytes, llama_block_bytes,
                               lora_parameters)
 from companion.planner import Job, find, format_size, make_plan, parse_size, plan
+from companion.planner_allocator import SIDE, Pools
 from companion.planner_models import Model, find_model, from_config, from_parameters, registry
 from companion.planner_steps import Walk, count_parameters
 from companion.planner_tape import KINDS, RecordingTape, Tape
@@ -244,6 +245,87 @@ def test_rows_that_nothing_was_fitted_to_meet_the_goals():
     """Mean error 3 %, worst 8 %, reserved in its band for 9 of 10, no promise that was broken."""
     held = memory_score.summary([e for e in scored() if e["row"]["held_out"]])
     assert held["rows"] >= 30 and memory_score.missed(held) == [], held
+
+
+PARALLEL = json.loads(
+    (ROOT / "benchmarks/results/memory_truth_parallel.json").read_text())["results"]["rows"]
+FITTED = [r for r in PARALLEL if not r["held_out"]]
+
+
+def _misses(rows):
+    """[(row, phase)] whose peak in the last step on two GPUs is not as planned, within 1 %.
+
+    The first bucket of DDP is gone by then.
+    """
+    found = []
+    for e in memory_score.score(rows):
+        bucket = planner.gradient_bytes(e["plan"].model, e["plan"].job)
+        for name in ("loss", "backward", "step"):
+            planned = next(m.total for m in e["plan"].moments if m.name == name)
+            if e["plan"].job.is_ddp and name != "step":
+                planned -= bucket
+            last = [m["peak"] for m in e["row"]["moments"] if m["moment"] == name][-1]
+            if planned != pytest.approx(last, rel=0.01):
+                found.append((e["row"]["id"], name))
+    return found
+
+
+def test_every_phase_on_two_gpus():
+    assert len(FITTED) == 6 and _misses(FITTED) == []
+
+
+def test_held_out_rows_on_two_gpus():
+    """Bytes of tensors meet the goals. Reserved bytes do not: 5 of 6 are in their band."""
+    held = memory_score.summary(memory_score.score([r for r in PARALLEL if r["held_out"]]))
+    assert held["rows"] == 6 and not {"mean", "worst"} & set(memory_score.missed(held)), held
+
+
+@pytest.mark.parametrize("name", ["_gather_again", "_reduce_layer", "reduce_root"])
+def test_every_phase_needs_what_fsdp_does(monkeypatch, name):
+    def nothing(walk, *_):
+        walk.first_kept = len(walk.tape.kept)
+
+    monkeypatch.setattr(Walk, name, nothing)
+    assert _misses(FITTED)
+
+
+def test_ddp_begins_with_one_bucket_and_may_keep_it():
+    """Both kinds of buckets lived at the peak of parallel-03, in its second step."""
+    row = next(r for r in FITTED if r["id"] == "parallel-03")
+    p = memory_score.plan_of(row)
+    sizes = [g for _, g, _ in planner_steps.resident(p.model, p.job)]
+    small = planner_steps.buckets(sizes)
+    seen = dict(map(tuple, row["fullest"]))
+    assert seen[sum(sizes)] == 1 and sum(small) == sum(sizes)
+    for nbytes in (546316288, 54534144, 33558528):  # sizes that no other tensor has
+        assert small.count(nbytes) == seen[nbytes]
+    assert p.peak.name == "backward" and p.peak.parts["communication"] == 2 * sum(sizes)
+    assert p.allocated == pytest.approx(memory_score.peak_of(row), rel=0.01)
+    assert p.moments[-1].parts["communication"] == sum(sizes)
+
+
+def test_the_first_bucket_leaves_with_the_first_full_one():
+    """With long sequences the fullest moment is among the layers, when it is gone."""
+    p = plan("llama-2-7b", gpus=2, sequence=8192, checkpointing=True, attention="eager")
+    backward = next(m for m in p.moments if m.name == "backward")
+    assert backward.parts["communication"] == planner.gradient_bytes(p.model, p.job)
+
+
+def test_reserved_on_two_gpus():
+    """In the band where nothing of the row before was left (see base's reserved bytes)."""
+    clean = [e for e in memory_score.score(FITTED) if not e["row"]["moments"][0]["reserved"]]
+    assert len(clean) == 4 and all(e["in_band"] for e in clean)
+
+
+def test_the_pools_of_streams_are_apart():
+    pools = Pools()
+    a = pools.malloc(20 * MiB)
+    pools.free(a)
+    b = pools.malloc(20 * MiB + SIDE)
+    assert pools.reserved == 40 * MiB and pools.highest == pools.allocated == 20 * MiB
+    pools.free(b)
+    pools.malloc(20 * MiB)
+    assert pools.reserved == 40 * MiB
 
 
 def test_every_parameter_count_is_the_real_one():
