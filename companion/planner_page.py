@@ -18,7 +18,7 @@ from urllib.parse import parse_qsl, urlencode
 from .hardware import GPUS
 from .planner import METHODS, OPTIMIZERS, RECIPES, TARGETS, Job, find, find_device, make_plan
 from .planner_models import from_config, registry
-from .planner_report import _CHAPTER, _RECIPES, describe, formula, size, verdict
+from .planner_report import CHAPTER_OF, RECIPE_NAMES, describe, formula, size, verdict
 from .planner_tape import KINDS
 
 DEFAULTS = {"model": "Llama-2-7B", "config": "", "gpu": "24GiB"}
@@ -197,8 +197,8 @@ def _components(plan):
     for kind, nbytes in sorted(plan.peak.parts.items(), key=lambda part: -part[1]):
         if nbytes:
             why = escape(formula(kind, plan))
-            if kind in _CHAPTER:
-                name = _CHAPTER[kind]
+            if kind in CHAPTER_OF:
+                name = CHAPTER_OF[kind]
                 why += f' (<a href="chapters/{name}.html">{name}</a>)'
             body += (f'<tr><th scope="row"><i class="key {_class(kind)}"></i>{kind}</th>'
                      f'<td class="size">{size(nbytes)}</td><td>{why}</td></tr>')
@@ -285,7 +285,7 @@ def groups():
                 sdpa="fused, PyTorch's (sdpa)", flash="FlashAttention")),
         ), open=True),
         Group("A step of training", (
-            Field("recipe", "Number formats", _choices(RECIPES, **_RECIPES)),
+            Field("recipe", "Number formats", _choices(RECIPES, **RECIPE_NAMES)),
             Field("optimizer", "Optimizer", _choices(OPTIMIZERS, **_OPTIMIZERS)),
             Field("checkpointing", "Checkpointing: keep only each layer's input"),
             Field("accumulate", "Micro-batches in a step"),

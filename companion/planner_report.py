@@ -6,12 +6,13 @@ Standard library only: this file also runs in a browser.
 """
 from .memory import GiB
 
-_CHAPTER = {"weights": "memory", "moments": "memory", "gradients": "memory",
-            "weight casts": "precision", "activations": "memory", "logits": "memory",
-            "KV cache": "memory", "temporaries": "memory"}
-_RECIPES = {"bf16": "pure bf16", "autocast": "bf16 autocast over fp32", "fp32": "fp32",
-            "mixed": "mixed precision, bf16 gradients",
-            "megatron": "mixed precision, fp32 gradients", "fsdp": "fp32 shards, bf16 products"}
+CHAPTER_OF = {"weights": "memory", "moments": "memory", "gradients": "memory",
+              "weight casts": "precision", "activations": "memory", "logits": "memory",
+              "KV cache": "memory", "temporaries": "memory"}
+RECIPE_NAMES = {"bf16": "pure bf16", "autocast": "bf16 autocast over fp32", "fp32": "fp32",
+                "mixed": "mixed precision, bf16 gradients",
+                "megatron": "mixed precision, fp32 gradients",
+                "fsdp": "fp32 shards, bf16 products"}
 
 
 def size(nbytes):
@@ -22,7 +23,7 @@ def describe(model, job):
     """The job in one line."""
     what = [job.method + (f" rank {job.rank} on {job.targets}" if job.is_lora else "")]
     if job.training:
-        what += [_RECIPES[job.recipe], job.optimizer]
+        what += [RECIPE_NAMES[job.recipe], job.optimizer]
         what.append(f"{job.batch} x {job.sequence} tokens"
                     + (f", {job.accumulate} micro-batches" if job.accumulate > 1 else ""))
         what += ["checkpointing"] * job.checkpointing
@@ -126,7 +127,7 @@ def text(plan):
     lines += [verdict(plan), ""] + bars(plan) + ["", f"At the peak ({plan.peak.name}):"]
     for kind, nbytes in sorted(plan.peak.parts.items(), key=lambda p: -p[1]):
         if nbytes:
-            chapter = f"  [{_CHAPTER[kind]}]" if kind in _CHAPTER else ""
+            chapter = f"  [{CHAPTER_OF[kind]}]" if kind in CHAPTER_OF else ""
             lines.append(f"  {kind:<13}{size(nbytes):>21}  {formula(kind, plan)}{chapter}")
     for name, (low, high), what in (
             ("allocated", (plan.allocated,) * 2, "what tensors hold"),

@@ -126,6 +126,14 @@ def test_storing_twice_changes_only_what_is_measured(stored):
     assert before == after
 
 
+def test_sync_refuses_an_option_it_does_not_know_before_it_touches_anything(stored):
+    append(stored, "x = 1")  # so that there is something to sync
+    before = {p: p.read_bytes() for p in stored.glob("chapters/*")}
+    done = tool(stored, "sync", "--help")
+    assert done.returncode and "no such option: --help" in done.stderr
+    assert {p: p.read_bytes() for p in stored.glob("chapters/*")} == before
+
+
 def test_sync_keeps_outputs_ids_and_folding_and_is_done_at_once(stored):
     before = notebook(stored)
     append(stored, "---\ntags: [hide-input]\njupyter: {source_hidden: true}\ncellView: form\n---\nx = 1")

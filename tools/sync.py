@@ -115,6 +115,9 @@ def write_setup_cell(name):
 
 def main(argv):
     discard = "--discard" in argv
+    unknown = [a for a in argv if a.startswith("-") and a != "--discard"]
+    if unknown:
+        raise Refused(f"no such option: {unknown[0]}. Usage: sync.py [--discard] [CHAPTER ...]")
     for name in pick([a for a in argv if not a.startswith("--")]):
         write_setup_cell(name)
         nb = synced(name, discard)
