@@ -381,7 +381,7 @@ def form_html(files="", version="", megabytes=0):
     """The form, hidden until its script runs.
 
     files: names of the Python files below _static/companion; version: of them all;
-    megabytes: what the first use fetches, unpacked.
+    megabytes: what the first use fetches, unpacked; to the byte, for the page waits for the last.
     """
     start = defaults()
     parts = "\n".join(_group(g, start) for g in groups())
@@ -390,7 +390,7 @@ def form_html(files="", version="", megabytes=0):
         "http. In a copy of the book, <code>make serve</code> gives one; "
         "<code>companion plan</code> answers in a terminal without either.</p>\n"
         f'<form class="planner" novalidate hidden data-files="{escape(files)}" '
-        f'data-version="{version}" data-megabytes="{megabytes:.3f}">\n{parts}\n'
+        f'data-version="{version}" data-megabytes="{megabytes:.6f}">\n{parts}\n'
         '<p class="go"><button type="submit">Plan</button> '
         '<button type="button" class="save">Save as JSON</button> '
         '<a class="link" href="#">Address of this set-up</a></p>\n'
