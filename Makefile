@@ -15,7 +15,7 @@ GPU = $(if $(wildcard $(BUNDLE)),PYTHONPATH=$(CURDIR)/build/gpu-site $(PYTHON),$
 SETUP = $(PYTHON) tools/setup_env.py
 NEWEST_FLAG = $(if $(NEWEST),--newest)
 .DEFAULT_GOAL = help
-.PHONY: help book test test-gpu execute execute-gpu sync check gpu-bundle gpu-ready \
+.PHONY: help book test test-gpu test-t4 execute execute-gpu sync check gpu-bundle gpu-ready \
         record status serve repository vendor pins clean env-book env-test test-oldest env-oldest
 
 help:            ## this list
@@ -35,6 +35,9 @@ test: book env-test  ## everything a CPU can check
 
 test-gpu: gpu-ready  ## run and compare every cell on a GPU; goes on by chapter
 	$(GPU) tools/run_nbval.py --runner gpu --resume $(CHAPTER)
+
+test-t4: gpu-ready  ## run every cell on a GPU that poses as a Colab T4
+	$(GPU) tools/t4.py $(CHAPTER)
 
 test-oldest: env-oldest  ## the package and all chapters on the oldest Python and torch that Colab offers
 	$(OLDEST) -m pytest -q tests $(addprefix --ignore=tests/,$(TOOL_TESTS))

@@ -20,6 +20,7 @@ import pytest
 import sync
 from notebooks import ROOT
 from notebooks import CHAPTERS, chapter_names, code_cells, is_gpu
+from t4 import on_a_t4
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 NAME, VERSION = PROJECT["name"], PROJECT["version"]
@@ -136,51 +137,18 @@ def test_without_a_network_the_real_address_is_one_clear_error(runtime):
 
 # A T4
 
-T4 = """
-import json, os, sys, types
-import matplotlib
-matplotlib.use("Agg")
-import torch
-sys.modules["triton"] = None  # importing it fails
-torch.cuda.get_device_capability = lambda *_: (7, 5)
-torch.cuda.is_bf16_supported = lambda *_, **__: True  # by emulation, as a T4 answers
-torch.cuda.get_device_name = lambda *_: "Tesla T4"
-torch.cuda.get_device_properties = lambda *_: types.SimpleNamespace(
-    name="Tesla T4", major=7, minor=5, total_memory=15_828_320_256, multi_processor_count=40)
-torch.cuda.mem_get_info = lambda *_: (15_700_000_000, 15_828_320_256)
-from IPython.core.interactiveshell import InteractiveShell
-shell = InteractiveShell.instance()
-sys.path.insert(0, os.environ["CHECKOUT"])
-from companion import pick_dtype
-assert pick_dtype("cuda") == torch.float16
-for number, source in enumerate(json.load(sys.stdin)):
-    result = shell.run_cell(source)
-    if not result.success:
-        sys.exit(f"code cell {number} failed: {result.error_in_exec or result.error_before_exec!r}")
-print("all ran")
-"""
-
-
-def on_a_t4(sources, folder):
-    """Run cells in one IPython where torch describes a T4 and Triton is missing; its last line."""
-    done = subprocess.run([sys.executable, "-c", T4], input=json.dumps(sources), cwd=folder, capture_output=True, text=True,
-                          env={**os.environ, "CHECKOUT": str(ROOT), "IPYTHONDIR": str(folder), "COMPANION_STRICT": "0",
-                               "OMP_WAIT_POLICY": "passive", "PYTHONWARNINGS": "ignore::UserWarning"})
-    return (done.stderr if done.returncode else done.stdout).strip().splitlines()[-1]
-
-
 @pytest.mark.parametrize("name", CHAPTERS_HERE)
 def test_every_untagged_cell_runs_on_a_t4_without_triton(name, tmp_path):
-    """Tensors stay on the CPU, since there is no T4 here: what is tried is imports and choices by capability."""
+    """Tensors stay on the CPU: what is tried is imports and choices by capability. `make test-t4` on a GPU tries the rest."""
     cells = code_cells(sync.read_text(CHAPTERS / f"{name}.md"))[1:]  # without the set-up cell
-    assert on_a_t4([c.source for c in cells if not is_gpu(c)], tmp_path) == "all ran"
+    assert on_a_t4([c.source for c in cells if not is_gpu(c)], tmp_path)[0] == "all ran"
 
 
 @pytest.mark.parametrize("source, message", [
     ("import triton", "code cell 1 failed: .*triton"),
     ("import torch\nif torch.cuda.get_device_capability() < (8, 0): raise SystemError('needs sm_80')", "cell 1 .*needs sm_80")])
 def test_a_cell_that_a_t4_cannot_run_is_seen(source, message, tmp_path):
-    assert re.search(message, on_a_t4(["x = 1", source], tmp_path))
+    assert re.search(message, on_a_t4(["x = 1", source], tmp_path)[0])
 
 
 # bf16 in GPU cells: a static rule
