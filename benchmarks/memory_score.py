@@ -2,6 +2,7 @@
 
     PYTHONPATH=. python benchmarks/memory_score.py             # results/memory_truth.json
     PYTHONPATH=. python benchmarks/memory_score.py --cases     # public reports
+    PYTHONPATH=. python benchmarks/memory_score.py --package   # what the chapter memory shows
 
 Prints predicted beside measured bytes of the peak, whether the reserved bytes lie in the
 printed band, and the verdict where a limit was set. Rows marked held out were fitted to
@@ -113,12 +114,64 @@ def missed(s):
         + ["band"] * (s["band"] < GOALS["band"]) + ["broken"] * bool(s["broken"])
 
 
+def moments_of(row):
+    """What was measured at each moment of a row's last step, and by component, in bytes.
+
+    The film of the allocator's count gives the components as differences between moments:
+    loading leaves weights, the first backward pass gradients, the first step the optimizer's
+    moments; the last step's forward pass leaves activations, its loss logits, and its optimizer
+    step rises above what it leaves by temporaries. Gradients and activations are measured with
+    cuBLAS's workspaces, which appear with the first product and stay.
+    """
+    at = {(m["moment"], m.get("step", 0)): m for m in row["moments"]}  # the last part of each
+    load = at["load", 0]["allocated"]
+    if row["method"] == "inference":
+        answer = max(at["prefill", 0]["peak"], at["decode", 0]["peak"])
+        return {"load": load, "answer": answer}, {"weights": load}
+    last = row["moments"][-1]["step"]
+    peaks = {"load": load}
+    for (name, step), m in at.items():
+        if step == last:
+            peaks[name] = max(m["peak"], peaks.get(name, 0))
+    first = at["backward", 0]["allocated"]
+    step = at["step", last]
+    parts = {"weights": load, "gradients": first - load,
+             "moments": at["step", 0]["allocated"] - first,
+             "logits": at["loss", last]["allocated"] - at["forward", last]["allocated"],
+             "temporaries": step["peak"] - step["allocated"]}
+    if row.get("accumulate", 1) == 1:  # else gradients of earlier parts lie under it
+        parts["activations"] = at["forward", last]["allocated"] - load - parts["moments"]
+    return peaks, parts
+
+
+PACKAGED = Path(__file__).resolve().parents[1] / "companion/data/memory_truth.json"
+
+
+def packaged():
+    """What the chapter memory shows: the rows of one GPU that ran."""
+    stored = json.loads((RESULTS / "memory_truth.json").read_text(encoding="utf-8"))
+    rows = []
+    for row in stored["results"]["rows"]:
+        if row["outcome"] == "ok":
+            peaks, parts = moments_of(row)
+            job = {k: v for k, v in vars(job_of(row)).items() if v != getattr(Job(), k)}
+            rows.append({"id": row["id"], "held_out": row["held_out"], "model": row["model"],
+                         "config": row["config"], "job": job, "peaks": peaks, "parts": parts,
+                         "reserved": row["peak_reserved"]})
+    return {"provenance": stored["provenance"], "rows": rows}
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--truth", type=Path, nargs="*", default=[RESULTS / "memory_truth.json"])
     parser.add_argument("--cases", action="store_true", help="public reports instead")
     parser.add_argument("--brief", action="store_true", help="the summary only")
+    parser.add_argument("--package", action="store_true",
+                        help="copy what the chapter shows to companion/data and stop")
     o = parser.parse_args()
+    if o.package:
+        PACKAGED.write_text(json.dumps(packaged()) + "\n", encoding="utf-8")
+        return
     if o.cases:
         from memory_cases import report
         report()

@@ -10,6 +10,7 @@ import argparse
 import gc
 import logging
 import os
+import time
 import warnings
 from datetime import timedelta
 from pathlib import Path
@@ -70,6 +71,21 @@ def split(model, row, device):
     return fully_shard(model, **policy)
 
 
+def settle(device):
+    """Let go of the row before: NCCL's watchdog keeps a finished collective's buffers a while."""
+    gc.collect()
+    small = torch.zeros(1, device=device)
+    for _ in range(2):
+        dist.all_reduce(small)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        time.sleep(0.3)
+        gc.collect()
+    del small
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -97,12 +113,15 @@ def main():
     results = {**setting(device), "rows": []}
     for row in rows():
         row = {**row, "definition": definition(row)}
+        settle(device)
         done = measure(tiny(row) if o.tiny else row, device)
         results["rows"].append(done)
         if rank == 0:
             print(f"{row['id']} {row['model']} {row['recipe']} stage {row['shard']}: "
                   f"{done['outcome']}, {done['peak_allocated'] / GiB:.2f} GiB allocated, "
-                  f"{done['peak_reserved'] / GiB:.2f} reserved, {done['seconds']} s", flush=True)
+                  f"{done['peak_reserved'] / GiB:.2f} reserved, "
+                  f"{done['moments'][0].get('allocated', 0):,} B before, {done['seconds']} s",
+                  flush=True)
             save("memory_truth_parallel", __file__, results, o.out)
     dist.destroy_process_group()
 

@@ -1,8 +1,10 @@
 """The rows of the truth set and how a peak is read from the allocator's history."""
+import json
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import memory_score  # noqa: E402
 import memory_truth  # noqa: E402
 import memory_truth_parallel  # noqa: E402
 from companion.memory import MiB  # noqa: E402
@@ -34,3 +36,21 @@ def test_the_fullest_moment_of_a_history():
                event("free_completed", 1, 5), event("alloc", 3, 3), event("alloc", 1, 1)]
     assert memory_truth.at_peak(history) == [[5 * MiB, 1], [3 * MiB, 1]]
     assert memory_truth.at_peak(history[3:]) == [[3 * MiB, 1], [1 * MiB, 1]]
+
+
+def test_the_chapter_shows_the_stored_rows():
+    """``memory_score.py --package`` was run after the last measurement."""
+    assert json.loads(memory_score.PACKAGED.read_text()) == memory_score.packaged()
+
+
+def test_components_are_differences_of_moments():
+    def at(moment, step, allocated, peak):
+        return {"moment": moment, "step": step, "allocated": allocated, "peak": peak}
+    row = {"method": "full", "moments": [
+        at("load", 0, 10, 12), at("forward", 0, 15, 16), at("loss", 0, 17, 17),
+        at("backward", 0, 20, 25), at("step", 0, 40, 50), at("forward", 1, 35, 41),
+        at("loss", 1, 37, 37), at("backward", 1, 40, 45), at("step", 1, 40, 50)]}
+    peaks, parts = memory_score.moments_of(row)
+    assert peaks == {"load": 10, "forward": 41, "loss": 37, "backward": 45, "step": 50}
+    assert parts == {"weights": 10, "gradients": 10, "moments": 20, "logits": 2,
+                     "temporaries": 10, "activations": 5}
