@@ -12,6 +12,19 @@ def run(what, answer, *arguments, **options):
         raise Wrong(f"{what}: your code raised {type(error).__name__}: {error}") from error
 
 
+def refuses(what, answer, *arguments, **options):
+    """``answer(...)`` must raise a ValueError, as for an impossible input; Wrong if it does not."""
+    try:
+        got = answer(*arguments, **options)
+    except ValueError:
+        return
+    except (Wrong, _NotAttempted):
+        raise
+    except Exception as error:
+        raise Wrong(f"{what} should be a ValueError, not {type(error).__name__}: {error}") from error
+    raise Wrong(f"{what} should be a ValueError, not {got!r:.60}")
+
+
 def number(what, got):
     """``got`` as a plain number (numpy's and 0-d tensors too); Wrong for anything else."""
     if hasattr(got, "item") and getattr(got, "ndim", 1) == 0:

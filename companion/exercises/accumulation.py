@@ -5,17 +5,7 @@ import random
 import weakref
 
 from ..exercise import Wrong
-from ..grading import run
-
-
-def _refuses(what, answer, *arguments):
-    try:
-        got = answer(*arguments)
-    except ValueError:
-        return
-    except Exception as error:
-        got = type(error).__name__
-    raise Wrong(f"{what} should be a ValueError, not {got}")
+from ..grading import refuses, run
 
 
 def _factors(answer):
@@ -249,9 +239,9 @@ def _pack_stream(answer):
             raise Wrong(f"{call}: expected a list of lists, got {got!r}"[:300]) from None
         if got != want:
             raise Wrong(f"{call}: expected {want}, got {got}")
-    _refuses("a document of 11 in rows of 10", answer, [3, 11], 10, 2)
-    _refuses("an empty document", answer, [3, 0], 10, 2)
-    _refuses("open_rows = 0", answer, [3], 10, 0)
+    refuses("a document of 11 in rows of 10", answer, [3, 11], 10, 2)
+    refuses("an empty document", answer, [3, 0], 10, 2)
+    refuses("open_rows = 0", answer, [3], 10, 0)
 
 
 def _packed_rows(torch, rows, length):
@@ -297,7 +287,7 @@ def _packed_tensors(answer):
                 raise Wrong(f"{name}: {what} should be int64 of shape {list(want.shape)}, got {seen}"[:200])
             if not torch.equal(mine, want):
                 raise Wrong(f"{name}: {what} should be {want.tolist()}, got {mine.tolist()}")
-    _refuses("5 tokens in a row of length 4", answer, [[text(3), text(2)]], 4)
+    refuses("5 tokens in a row of length 4", answer, [[text(3), text(2)]], 4)
 
 
 CHECKS = {

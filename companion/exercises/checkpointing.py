@@ -3,20 +3,7 @@ import math
 import time
 
 from ..exercise import Wrong, _NotAttempted
-from ..grading import number, run
-
-
-def _refuses(what, answer, *arguments):
-    try:
-        got = answer(*arguments)
-    except ValueError:
-        return
-    except _NotAttempted:
-        raise
-    except Exception as error:
-        raise Wrong(f"{what}: should be a ValueError, your code raised "
-                    f"{type(error).__name__}: {error}") from error
-    raise Wrong(f"{what}: should be a ValueError, your function returned {got!r}")
+from ..grading import number, refuses, run
 
 
 def _price(answer):
@@ -38,7 +25,7 @@ def _price(answer):
         if not math.isclose(got, want, rel_tol=1e-9):
             raise Wrong(f"{call}: expected {want:.6f}, got {got:.6g}")
     for every in 0, -1:
-        _refuses(f"every={every}", answer, [9, 9], [3, 3], every)
+        refuses(f"every={every}", answer, [9, 9], [3, 3], every)
 
 
 def _least_peak(answer):
@@ -162,8 +149,8 @@ def _best_plan(answer):
             raise Wrong(f"{call}: your function returned None; is a return missing?")
         if not isinstance(got, (tuple, list)) or tuple(got) != want:
             raise Wrong(f"{call}: expected {want}, got {got!r}")
-    _refuses("best_plan(8, 10, 100, 90)", answer, 8, 10, 100, 90)
-    _refuses("best_plan(32, 10, 30, 100)", answer, 32, 10, 30, 100)
+    refuses("best_plan(8, 10, 100, 90)", answer, 8, 10, 100, 90)
+    refuses("best_plan(32, 10, 30, 100)", answer, 32, 10, 30, 100)
 
 
 def _budget_blocks(layers, width, calls):
@@ -255,7 +242,7 @@ def _within_budget(answer):
         if called > 2 * layers - kept:
             raise Wrong(f"{call}: {called} calls of a block; {2 * layers - kept} are enough")
     blocks, x = _budget_blocks(8, width, calls), torch.randn(rows, width).requires_grad_()
-    _refuses("8 blocks and a budget of one input", answer, blocks, x, internals, boundary)
+    refuses("8 blocks and a budget of one input", answer, blocks, x, internals, boundary)
 
 
 CHECKS = {
