@@ -17,10 +17,10 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cache, cached_property
 
 from . import hardware
-from .memory import GB, GiB, KiB, MB, MiB, nf4_bytes
+from .memory import GB, GiB, KiB, MB, MiB
 from .planner_models import Model, find_model, from_config, from_parameters
 from .planner_steps import (WORKSPACE, Moment, count_parameters, inference_cache,
-                            inference_moments, training_cache, training_moments)
+                            inference_moments, packed_bytes, training_cache, training_moments)
 
 METHODS = ("full", "lora", "qlora", "inference")
 # recipe: bytes a parameter of stored weights, gradients, fp32 master copy, one moment of Adam
@@ -47,20 +47,28 @@ class Job:
     batch: int = 1                  # sequences in a micro-batch on one GPU
     sequence: int = 2048            # tokens in each; of the prompt, in inference
     accumulate: int = 1             # micro-batches in a step
+    in_backward: bool = False       # each gradient is applied as it comes, and freed
+    varied: bool = False            # sequences of all lengths up to ``sequence``
     checkpointing: bool = False     # keep only each layer's input
     attention: str = "sdpa"         # eager, sdpa or flash
-    loss: str = "plain"             # plain, fused or chunked
+    loss: str = "plain"             # plain, narrow (in the logits' own type), fused or chunked
     kernels: str = "eager"          # eager: as Hugging Face writes it; fused norms, rope, MLP
     rank: int = 16                  # of LoRA
     targets: str = "qkvo"           # of LoRA: qv, qkvo or all
     adapters: str = "fp32"          # LoRA's own weights: fp32 or bf16
+    dropout: float = 0.0            # of LoRA's input
     upcast: bool = False            # QLoRA: norms, embedding and head to fp32, as peft prepares
+    single_quant: bool = False      # QLoRA: scales of 64 weights in fp32, not quantized again
+    hold_inputs: bool = False       # QLoRA: bitsandbytes to 0.41 keeps inputs that it never uses
     gpus: int = 1
     tensor: int = 1                 # tensor parallel
     pipeline: int = 1               # pipeline stages
     context: int = 1                # context parallel
     expert: int = 1                 # expert parallel
+    tensor_only: bool = False       # tensor without sequence parallel: norms see all tokens
     shard: int = 0                  # ZeRO stage over the data parallel GPUs; FSDP is 3
+    flat: bool = False              # FSDP1: one parameter a layer, whose gradient is of all of it
+    no_sync: bool = False           # FSDP: whole gradients until the last micro-batch
     offload: str = "none"           # to the CPU: optimizer (and gradients), or parameters too
     new_tokens: int = 0             # inference: tokens generated after the prompt
     weight_bits: float = 16         # inference: bits a weight of the layers
@@ -125,6 +133,24 @@ class Job:
         return self.accumulate > 1 or self.recipe == "megatron"
 
     @property
+    def whole_gradients(self):
+        """Whether FSDP keeps unsharded gradients from one micro-batch to the next.
+
+        Under ``no_sync`` nothing is reduced before the last micro-batch, so the sum waits in
+        full size. Trainers that accumulate with Accelerate or Fabric do this by default.
+        """
+        return self.sharded and self.no_sync and self.accumulate > 1
+
+    @property
+    def flat_lora(self):
+        """Whether frozen weights have gradients too: those beside adapters in FSDP1's units.
+
+        A unit's weights are views of one flat parameter. Autograd makes one gradient for it,
+        with zeros for what is frozen. Source: the documentation of FSDP's use_orig_params.
+        """
+        return self.flat and self.sharded and self.is_lora
+
+    @property
     def is_ddp(self):
         """Whether gradients are summed by PyTorch's DDP, in buckets beside them."""
         return self.training and self.data > 1 and not self.shard and self.is_torch
@@ -140,7 +166,8 @@ class Job:
         if self.gpus == 1:
             return True
         return self.method in ("full", "lora") and self.data == self.gpus \
-            and self.expert == 1 and self.shard in (0, 3) and self.is_torch
+            and self.expert == 1 and self.shard in (0, 3) and self.is_torch \
+            and not self.flat and not self.no_sync
 
     @property
     def sharded(self):
@@ -164,14 +191,16 @@ class Job:
         return -(-model.layers // self.pipeline)
 
     def adapter_parameters(self, model, layers):
-        """Of ``layers`` layers: LoRA's pairs on the targets."""
-        return adapter_parameters(model, self.rank, self.targets) * layers // model.layers
+        """Of ``layers`` layers, on one GPU: LoRA's pairs on the targets."""
+        return adapter_parameters(model, self.rank, self.targets, self.tensor,
+                                  self.tensor_only) * layers // model.layers
 
 
 @cache
-def adapter_parameters(model, rank, targets):
-    """Of all layers, as the walk through the model meets them."""
-    return count_parameters(model, Job(method="lora", rank=rank, targets=targets, sequence=1))[1]
+def adapter_parameters(model, rank, targets, tensor, tensor_only):
+    """Of all layers, on one of ``tensor`` ranks, as the walk through the model meets them."""
+    return count_parameters(model, Job(method="lora", rank=rank, targets=targets, sequence=1,
+                                       gpus=tensor, tensor=tensor, tensor_only=tensor_only))[1]
 
 
 def _check_job(job):
@@ -185,14 +214,16 @@ def _check_job(job):
                 raise ValueError(f"{f.name} must be a whole number from {low} to {high}, "
                                  f"got {value!r}")
     choices = {"method": METHODS, "recipe": RECIPES, "optimizer": OPTIMIZERS,
-               "attention": ("eager", "sdpa", "flash"), "loss": ("plain", "fused", "chunked"),
+               "attention": ("eager", "sdpa", "flash"),
+               "loss": ("plain", "narrow", "fused", "chunked"),
                "kernels": ("eager", "fused"), "targets": TARGETS, "adapters": ("fp32", "bf16"),
                "offload": ("none", "optimizer", "parameters"), "shard": (0, 1, 2, 3)}
     for name, known in choices.items():
         if getattr(job, name) not in known:
             raise ValueError(f"{name} must be one of {', '.join(map(str, known))}, "
                              f"got {getattr(job, name)!r}")
-    for name, low, high in (("weight_bits", 1, 32), ("kv_bits", 1, 32), ("share", 0.05, 1)):
+    for name, low, high in (("weight_bits", 1, 32), ("kv_bits", 1, 32), ("share", 0.05, 1),
+                            ("dropout", 0, 0.99)):
         value = getattr(job, name)
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not number or not low <= value <= high:
@@ -204,6 +235,9 @@ def _check_job(job):
     if job.shard and job.data == 1 and job.training:
         raise ValueError(f"shard {job.shard} needs more than one data parallel GPU; "
                          "one process shards nothing")
+    if job.in_backward and (job.accumulate > 1 or job.recipe not in ("bf16", "fp32", "autocast")):
+        raise ValueError("in_backward frees each gradient, so no micro-batch can add to it and no "
+                         "buffer can hold it")
     if job.training and (job.new_tokens or job.paged):
         raise ValueError("new tokens and pages belong to inference")
     if not job.training and (job.shard or job.checkpointing or job.accumulate > 1):
@@ -327,11 +361,11 @@ def state_bytes(model, job, stage=None):
         return {"weights": inference_weights(model, job, share)}
     weight, _, master, moment = RECIPES[job.recipe]
     if job.is_lora:
-        pairs = job.adapter_parameters(model, job.local_layers(model)) // job.tensor
+        pairs = job.adapter_parameters(model, job.local_layers(model))
         base = share * 2
         if job.method == "qlora":
             inner = min(share, model.quantizable // (job.tensor * job.pipeline))
-            base = int(nf4_bytes(inner)) + (share - inner) * (4 if job.upcast else 2)
+            base = packed_bytes(job, inner) + (share - inner) * (4 if job.upcast else 2)
         states = {"weights": base // sharded["weights"] + pairs * job.adapter_bytes,
                   "moments": _moments(pairs, job.adapter_bytes, job.optimizer, model)}
         states["moments"] //= sharded["moments"]
@@ -344,7 +378,8 @@ def state_bytes(model, job, stage=None):
         if job.offload == "parameters":
             states["weights"] = 0
     if job.gradients_stay:
-        states["gradients"] = gradient_bytes(model, job, stage) // sharded["gradients"]
+        shards = 1 if job.whole_gradients else sharded["gradients"]
+        states["gradients"] = gradient_bytes(model, job, stage) // shards
     return states
 
 
@@ -365,7 +400,10 @@ def gradient_bytes(model, job, stage=None):
     """Bytes of all gradients on one GPU, unsharded."""
     if job.is_lora:
         pairs = job.adapter_parameters(model, job.local_layers(model))
-        return pairs // job.tensor * job.adapter_bytes
+        if job.flat_lora:
+            layers = model.parameters - model.outer_parameters
+            return (layers // (job.pipeline * job.tensor) + pairs) * job.weight_bytes
+        return pairs * job.adapter_bytes
     return local_parameters(model, job, stage) * job.gradient_bytes
 
 
@@ -381,9 +419,11 @@ def inference_weights(model, job, share):
 
 def step_bytes(job, model, gradients):
     """Bytes that the optimizer allocates within its step, and frees."""
-    if job.offload != "none":
+    if job.offload != "none" or job.in_backward:
         return 0
     n = gradients // (job.adapter_bytes if job.is_lora else job.gradient_bytes)
+    if job.flat_lora:
+        n = job.adapter_parameters(model, job.local_layers(model)) // job.gradient_shards
     each = job.adapter_bytes if job.is_lora else RECIPES[job.recipe][3]
     if job.recipe in ("mixed", "megatron") and not job.is_lora:
         return 0
@@ -397,17 +437,24 @@ def communication_bytes(model, job):
     """{component: bytes} of gathered weights and buckets that exist all through a step."""
     if not job.training:
         return {}
-    if job.sharded:
-        return {}  # the walk gathers and gives back
-    if job.offload == "parameters":  # embedding, last norm and head stay
-        return {"gathered": model.outer_parameters // job.tensor * job.weight_bytes}
-    if job.data == 1:
-        # tensor parallel ranks gather the tokens in front of a product
-        whole = job.batch * job.local_sequence * model.hidden * job.weight_bytes
-        return {"communication": whole} if job.tensor > 1 else {}
+    gathered = 0
+    if job.tensor > 1 and not job.tensor_only:
+        # with sequence parallel, ranks gather the tokens in front of a product
+        gathered = job.batch * job.local_sequence * model.hidden * min(2, job.weight_bytes)
+    if job.offload == "parameters" and not job.sharded:  # embedding, last norm and head stay
+        gathered += model.outer_parameters // job.tensor * job.weight_bytes
+    return {"gathered": gathered, "communication": _buckets(model, job)}
+
+
+def _buckets(model, job):
+    """Bytes of what gradients are summed up in over data parallel GPUs."""
+    if job.data == 1 or job.sharded or job.offload == "parameters":
+        return 0  # the walk reduces sharded gradients layer by layer
+    if job.recipe == "megatron":  # gradients are one buffer, reduced where it is
+        return 0
     if job.shard:  # buckets of 500 million elements or all there is (DeepSpeed)
-        return {"communication": min(int(5e8), model.parameters) * 2}
-    return {"communication": gradient_bytes(model, job)}  # DDP's buckets: a copy of gradients
+        return min(int(5e8), model.parameters) * 2
+    return gradient_bytes(model, job)  # DDP: a copy of the gradients
 
 
 # --- the plan ---------------------------------------------------------------------------------
@@ -417,7 +464,9 @@ NCCL = (0.3 * GiB, 1.5 * GiB)     # channels and buffers of communicators
 # The allocator is simulated block by block. Its order of blocks differs a little from the real
 # one: nine of ten measured rows are within this part of the simulated bytes.
 BAND = 0.05
-PARALLEL_CACHE = (0.0, 0.25)      # of several GPUs, beyond DDP and FSDP2: not simulated
+# Of several GPUs, beyond DDP and FSDP2, nothing is simulated: from nothing to the most that was
+# measured on two (5 to 32 % of the tensors' bytes, rows that were not held out).
+PARALLEL_CACHE = (0.0, 0.32)
 
 
 @cache
@@ -425,6 +474,18 @@ def allocator_cache(model, job):
     """Bytes that the allocator keeps beyond the peak; of at most 192 layers, the rest alike."""
     model = replace(model, layers=min(model.layers, 192))
     return (training_cache if job.training else inference_cache)(model, job)
+
+
+@cache
+def varied_cache(model, job, parts=8):
+    """The same after sequences of 1/parts, 2/parts ... of the length, each longer than before.
+
+    No block of a shorter sequence can hold a tensor of a longer one, so in this order most is
+    left over. Eight lengths leave about as much as a dozen in random order.
+    """
+    model = replace(model, layers=min(model.layers, 192))
+    lengths = [max(1, job.sequence * i // parts) for i in range(1, parts)]
+    return training_cache(model, job, lengths=lengths)
 
 
 @dataclass(frozen=True)
@@ -454,7 +515,10 @@ class Plan:
         if not self.job.simulated:
             return tuple(int(self.allocated * (1 + part)) for part in PARALLEL_CACHE)
         middle = self.allocated + allocator_cache(self.model, self.job)
-        return max(self.allocated, int(middle * (1 - BAND))), int(middle * (1 + BAND))
+        most = middle
+        if self.job.varied and self.job.training:
+            most = max(middle, self.allocated + varied_cache(self.model, self.job))
+        return max(self.allocated, int(middle * (1 - BAND))), int(most * (1 + BAND))
 
     @property
     def overhead(self):

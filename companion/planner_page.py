@@ -289,18 +289,25 @@ def groups():
             Field("optimizer", "Optimizer", _choices(OPTIMIZERS, **_OPTIMIZERS)),
             Field("checkpointing", "Checkpointing: keep only each layer's input"),
             Field("accumulate", "Micro-batches in a step"),
-            Field("loss", "Loss", _choices(("plain", "fused", "chunked"), plain="written out",
-                                           fused="fused", chunked="in chunks")),
+            Field("loss", "Loss", _choices(
+                ("plain", "narrow", "fused", "chunked"), plain="written out, in fp32",
+                narrow="written out, in the logits' own type", fused="fused",
+                chunked="in chunks")),
             Field("kernels", "Norms, positions and MLP", _choices(
                 ("eager", "fused"), eager="as written in Hugging Face's models",
                 fused="fused kernels")),
+            Field("in_backward", "Each gradient applied and freed in the backward pass"),
+            Field("varied", "Sequences of all lengths up to that one"),
         ), TRAINING, open=True),
         Group("Adapters", (
             Field("rank", "Rank"),
             Field("targets", "Adapted layers", _choices(
                 TARGETS, qv="queries and values", qkvo="attention", all="attention and MLP")),
             Field("adapters", "Adapters' numbers", _choices(("fp32", "bf16"))),
+            Field("dropout", "Dropout of their input", note="a share, such as 0.05"),
             Field("upcast", "QLoRA: norms, embedding and head in fp32"),
+            Field("single_quant", "QLoRA: scales kept in fp32, not quantized again"),
+            Field("hold_inputs", "QLoRA: bitsandbytes up to 0.41, which keeps inputs"),
         ), ADAPTERS),
         Group("Generation", (
             Field("new_tokens", "New tokens after the prompt"),
@@ -316,7 +323,10 @@ def groups():
                 (0, 1, 2, 3), **{"0": "nothing", "1": "optimizer (ZeRO 1)",
                                  "2": "and gradients (ZeRO 2)",
                                  "3": "and weights (ZeRO 3, FSDP)"})),
+            Field("flat", "FSDP1: one parameter a layer"),
+            Field("no_sync", "FSDP: whole gradients until the last micro-batch"),
             Field("tensor", "Tensor parallel"),
+            Field("tensor_only", "Tensor parallel without sequence parallel"),
             Field("pipeline", "Pipeline stages"),
             Field("context", "Context parallel"),
             Field("expert", "Expert parallel"),

@@ -28,6 +28,8 @@ def describe(model, job):
                     + (f", {job.accumulate} micro-batches" if job.accumulate > 1 else ""))
         what += ["checkpointing"] * job.checkpointing
         what += [f"{job.loss} loss"] * (job.loss != "plain")
+        what += ["updates in backward"] * job.in_backward + ["varied lengths"] * job.varied
+        what += ["whole gradients"] * job.whole_gradients
     else:
         what.append(f"{job.batch} x ({job.sequence} + {job.new_tokens}) tokens")
         what += [f"{job.weight_bits:g}-bit weights"] * (job.weight_bits != 16)
@@ -48,7 +50,8 @@ def formula(kind, plan):
     n = f"{m.parameters:,}"
     if kind == "weights":
         if job.method == "qlora":
-            return "NF4 layers (4.13 bits), the rest in 16 bits, adapters"
+            bits, rest = "4.5" if job.single_quant else "4.13", "fp32" if job.upcast else "16 bits"
+            return f"NF4 layers ({bits} bits), the rest in {rest}, adapters"
         if job.is_lora:
             return f"{n} x 2 B, adapters"
         return f"{n} parameters x {weight_each(job)}"
@@ -63,6 +66,12 @@ def formula(kind, plan):
         return f"{kept}{master} a trained parameter{shards}"
     if kind == "gradients":
         each = job.adapter_bytes if job.is_lora else job.gradient_bytes
+        if job.whole_gradients:
+            return "whole until the last micro-batch" + " and of frozen weights" * job.flat_lora
+        if job.flat_lora:
+            return f"{job.weight_bytes} B a weight beside adapters, over {job.data} GPUs"
+        if job.in_backward:
+            return "one at a time"
         shards = f", over {job.data} GPUs" if job.shard > 1 else ""
         return f"{each} B a trained parameter{shards}"
     if kind == "activations":
@@ -82,7 +91,8 @@ def formula(kind, plan):
     return {"weight casts": "16-bit copies of fp32 weights",
             "temporaries": "alive within one operation" if plan.peak.name != "step"
             else "foreach's square roots of the second moments",
-            "gathered": "this layer, the next one, embedding and head",
+            "gathered": "this layer, the next one, embedding and head"
+            if job.sharded or job.offload == "parameters" else "tokens of all tensor ranks",
             "communication": "buckets on their way between GPUs",
             "workspaces": "cuBLAS"}[kind]
 

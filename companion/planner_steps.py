@@ -19,6 +19,11 @@ WORKSPACE = 32 * MiB  # cuBLAS on Hopper, once for each thread that multiplies
 GATHERING, REDUCING = 1, 2  # FSDP's streams beside the main one, 0; each has its own pool
 
 
+def packed_bytes(job, n):
+    """Bytes of n weights in NF4: with scales in 8 bits, or in fp32 (half a bit a weight)."""
+    return int(n / 2 + n / 16 if job.single_quant else nf4_bytes(n))
+
+
 @dataclass
 class Moment:
     """The fullest point of a phase: bytes by component, and the operation's place."""
@@ -42,7 +47,9 @@ class Walk:
         # Training over tensor parallel ranks is sequence parallel too: between the products
         # each rank holds its part of the tokens, in them its part of the width. Both are the
         # same bytes, so the walk takes part of the tokens and all of the width.
-        tp, self.split = (1, job.tensor) if job.training else (job.tensor, 1)
+        # Without sequence parallel it is as in inference: all tokens, part of the width.
+        together = job.training and not job.tensor_only
+        tp, self.split = (1, job.tensor) if together else (job.tensor, 1)
         self.rows = -(-self.b * self.s // self.split)     # tokens
         self.a, self.k = model.heads // tp, max(self.split, model.kv_heads // tp)
         self.ffn, self.vocab, self.d = model.ffn // tp, model.vocab // tp, model.head_dim
@@ -66,11 +73,19 @@ class Walk:
         if self.sharded:  # whole, and as autograd makes it, until it is reduced
             return self.tape.parameter(n, item, trainable)
         return self.tape.parameter(n, item, trainable, self.job.gradients_stay, kept,
-                                   self.job.gradient_shards)
+                                   self.job.gradient_shards, self._applied())
+
+    def _applied(self):
+        """Bytes an element that an update in backward makes on the way; None without one."""
+        if not self.job.in_backward or not self.full:
+            return None
+        return self.job.stored[3] if self.job.optimizer == "adamw" else 0
 
     def outer_weight(self, n):
         """Of embedding or head: FSDP reduces their gradients when all of backward is done."""
         w = self.weight(n, item=self.outer)
+        if self.m.tied:  # two gradients meet: the first one waits for the other
+            w.applied = None
         if self.sharded:
             self.roots.append(w)
         return w
@@ -78,39 +93,48 @@ class Walk:
     def linear(self, x, n_in, n_out, name="", bias=False):
         """A linear layer, with its LoRA pair if it is a target."""
         t, rows = self.tape, x.n // n_in
-        wide = self._unpacked(n_in * n_out)
         if self.targeted(name):
             return self._adapted(x, n_in, n_out, bias)
         kept = x.item
         if self.upcast:  # a k-bit layer takes and gives fp32, and multiplies in 16 bits
             x = t.cast(x, 2)
         y = t.linear(x, self.weight(n_in * n_out), rows * n_out,
-                     self.weight(n_out) if bias else None)
-        del wide
+                     self.weight(n_out) if bias else None, *self._packed(n_in * n_out))
         return t.cast(y, kept) if self.upcast else y
 
     def targeted(self, name):
         """Whether LoRA adapts the layer of this name; joint layers go by their first part."""
         return {"qkv": "q", "gate_up": "gate"}.get(name, name) in self.job.adapted
 
-    def _unpacked(self, n):
-        """A k-bit weight is written out in 16 bits for its product."""
-        packed = self.job.method == "qlora" or not self.job.training and self.job.weight_bits < 16
-        return self.tape.tensor(n, 2) if packed else None
+    def _packed(self, n):
+        """(bytes that a k-bit weight takes while it is multiplied, whether its input is kept).
+
+        It is written out in 16 bits, in the forward pass and again in backward. Its scales of
+        64 weights, if they are quantized too, are unpacked to fp32, twice (before and after the
+        offset is added). bitsandbytes up to 0.41 also saved the input, though a frozen weight
+        has no use for it. Source: MatMul4Bit and dequantize_4bit of bitsandbytes.
+        """
+        job = self.job
+        if job.training:
+            scales = 0 if job.single_quant else n // 8
+            return (2 * n + scales, job.hold_inputs) if job.method == "qlora" else (0, False)
+        return (2 * n if job.weight_bits < 16 else 0, False)
 
     def _adapted(self, x, n_in, n_out, bias):
         """peft's linear layer: the frozen product, plus the pair in the adapters' type."""
-        t, rows, r = self.tape, x.n // n_in, self.job.rank
-        item = self.job.adapter_bytes
+        t, job, rows = self.tape, self.job, x.n // n_in
+        r, item = job.rank, job.adapter_bytes
         base = t.cast(x, 2) if self.upcast else x
         result = t.linear(base, self.weight(n_in * n_out, False), rows * n_out,
-                          self.weight(n_out, False) if bias else None)
+                          self.weight(n_out, False) if bias else None,
+                          *self._packed(n_in * n_out))
         kept = x.item if self.upcast else result.item
-        x = t.cast(x, item)
-        held = self.job.gradients_stay and not self.sharded
-        self.made += [(n_in * r, item, True), (r * n_out, item, True)]
-        down = t.linear(x, t.parameter(n_in * r, item, True, held), rows * r)
-        up = t.linear(down, t.parameter(r * n_out, item, True, held), rows * n_out)
+        x = t.drop(t.cast(x, item), job.dropout)
+        held = job.gradients_stay and not self.sharded
+        a, b = -(-n_in * r // self.split), -(-r * n_out // self.split)
+        self.made += [(a, item, True), (b, item, True)]
+        down = t.linear(x, t.parameter(a, item, True, held), rows * r)
+        up = t.linear(down, t.parameter(b, item, True, held), rows * n_out)
         del down
         scaled = t.map(up)
         del up
@@ -532,7 +556,8 @@ class Walk:
     def _layer_bytes(self, layer):
         """Bytes of a layer's weights as they are gathered."""
         n = self.m.layer_parameters(layer) // self.job.tensor
-        return int(nf4_bytes(n)) if self.job.method == "qlora" else n * self.job.weight_bytes
+        job = self.job
+        return packed_bytes(job, n) if job.method == "qlora" else n * job.weight_bytes
 
     def _gather(self, layer):
         """Forward: weights arrive in one buffer and are copied out of it.
@@ -558,6 +583,9 @@ class Walk:
         self.parts = None
         grads = self.tape.kept[self.first_kept:]
         del self.tape.kept[self.first_kept:]
+        if self.job.flat_lora:  # one gradient for all weights of the layer
+            n = self.m.layer_parameters(0) // self.job.tensor + sum(g.n for g in grads)
+            grads = [self.tape.tensor(n, self.item, "gradients")]
         self._reduce(grads)
 
     def _reduce(self, grads):
@@ -567,11 +595,13 @@ class Walk:
         """
         t, n, job = self.tape, sum(g.n for g in grads), self.job
         kept = job.gradient_bytes if self.full else job.adapter_bytes
+        if job.flat_lora:
+            kept = self.item
         self.reducing = None
         self.reducing = t.tensor(n, kept or job.weight_bytes, "communication")
         grads.clear()
         part = t.tensor(-(-n // job.gradient_shards), kept, "gradients", REDUCING)
-        if not job.gradients_stay:
+        if not job.gradients_stay and not job.in_backward:
             self.shards.append(part)
 
     def reduce_root(self):
@@ -640,14 +670,17 @@ class Walk:
         if self.sharded or job.offload != "parameters":
             return 0, 0
         n = max(m.layer_parameters(0), m.layer_parameters(m.layers - 1)) // job.tensor
-        packed = nf4_bytes(n) if job.method == "qlora" else n * job.weight_bytes
+        packed = packed_bytes(job, n) if job.method == "qlora" else n * job.weight_bytes
         return int(2 * packed), n * (job.weight_bytes + job.gradient_bytes) if self.full else 0
 
     def layer_gradients(self, layer):
         """Bytes of the gradients of one layer's trainable parameters."""
-        if self.job.gradients_stay:
+        if self.job.gradients_stay or self.job.in_backward:
             return 0
-        if self.full:
+        if self.job.flat_lora:
+            n = (self.m.layer_parameters(layer) // self.job.tensor
+                 + self.job.adapter_parameters(self.m, 1)) * self.item
+        elif self.full:
             n = self.m.layer_parameters(layer) // self.job.tensor * self.job.gradient_bytes
         else:
             n = self.job.adapter_parameters(self.m, 1) * self.job.adapter_bytes
@@ -670,21 +703,26 @@ class Walk:
         return y
 
     def loss(self, logits):
-        """Cross entropy in fp32, as plain, fused or chunked code computes it."""
+        """Cross entropy as plain, narrow, fused or chunked code computes it.
+
+        plain: in fp32; narrow: in the type of the logits, as models do that do not cast them
+        (OPT's and LitGPT's), except under autocast, which takes cross entropy to fp32.
+        """
         t, n = self.tape, logits.n
         kind = self.job.loss
-        if kind != "plain":
+        if kind in ("fused", "chunked"):
             item, chunks = logits.item, 1 if kind == "fused" else 16
             out = t.tensor(1, 4)
             if kind == "chunked":  # only one chunk of logits and gradients lives at a time
                 return t.op(out, [logits], lambda g, *_: [t.tensor(n // chunks, item)], [])
             stored = t.tensor(n, item)
             return t.op(out, [logits], lambda g, *_: [t.tensor(n, item)], [stored])
-        wide = t.cast(logits, 4)
-        logs = t.tensor(n, 4)
-        t.op(logs, [wide], lambda g, out: [t.tensor(n, 4)], [logs])
-        picked = t.tensor(1, 4)
-        return t.op(picked, [logs], lambda g, *_: [t.tensor(n, 4)],
+        each = 4 if kind == "plain" or t.autocast else logits.item
+        wide = t.cast(logits, each)
+        logs = t.tensor(n, each)
+        t.op(logs, [wide], lambda g, out: [t.tensor(n, each)], [logs])
+        picked = t.tensor(1, each)
+        return t.op(picked, [logs], lambda g, *_: [t.tensor(n, each)],
                     [logs, t.tensor(self.rows, 8)])
 
 
@@ -718,8 +756,8 @@ def training_moments(model, job, static, step, stage=None):
     forward_backward(walk, close)
     gone = {"activations", "gathered"} | ({"communication"} if job.shard == 3 else set())
     static = {k: v for k, v in static.items() if k not in gone}
-    parts = {**static, "gradients": tape.live["gradients"],
-             "temporaries": step(tape.live["gradients"])}
+    grads = tape.live["gradients"] // (job.data if job.whole_gradients else 1)
+    parts = {**static, "gradients": grads, "temporaries": step(grads)}
     moments.append(Moment("step", {**dict.fromkeys(tape.live, 0), **parts}, "optimizer"))
     return moments
 
@@ -794,11 +832,12 @@ def count_parameters(model, job):
     return sum(n for n, _, _ in met), sum(n for n, _, trainable in met if trainable)
 
 
-def training_cache(model, job, steps=2):
+def training_cache(model, job, steps=2, lengths=()):
     """Bytes that PyTorch's allocator keeps beyond the peak of ``steps`` steps, by bookkeeping.
 
     Every tensor of every layer is given its block. The first step runs without moments, so
     that the second finds the cache that it left. Of several GPUs: one of DDP or of FSDP2.
+    lengths: of sequences that were computed before, in this order.
     """
     allocator = Allocator() if job.gpus == 1 else Pools()
     tensors = resident(model, job)
@@ -809,6 +848,10 @@ def training_cache(model, job, steps=2):
     first = replace(job, accumulate=1)
     parts = [_recorded(model, first if part == 0 else job)
              for part in range(min(job.accumulate, 2))]  # later ones are like the second
+    for length in lengths:
+        known = [None]
+        for events in _recorded(model, replace(first, sequence=length)):
+            play(events, allocator, known)
     for number in range(steps):
         blocks = []
         if bucket and number == 1:
@@ -822,7 +865,7 @@ def training_cache(model, job, steps=2):
             allocator.free(bucket)
         if number == 0:
             held += [allocator.malloc(n) for n in trained for _ in range(job.moments_kept)]
-        if job.optimizer == "adamw":
+        if job.optimizer == "adamw" and not job.in_backward:
             roots = [allocator.malloc(n) for n in trained]
             for block in roots:
                 allocator.free(block)

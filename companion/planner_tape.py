@@ -61,17 +61,22 @@ class Block:
 
 class Parameter:
     """A leaf: its bytes are counted by the caller, its gradient by the tape."""
-    __slots__ = ("tape", "n", "item", "trainable", "grad", "held", "kept", "shards")
+    __slots__ = ("tape", "n", "item", "trainable", "grad", "held", "kept", "shards", "applied")
 
-    def __init__(self, tape, n, item, trainable=True, held=False, kept=None, shards=1):
+    def __init__(self, tape, n, item, trainable=True, held=False, kept=None, shards=1,
+                 applied=None):
         self.tape, self.n, self.item, self.trainable = tape, n, item, trainable
         self.shards = shards
+        self.applied = applied  # bytes an element on the way of an update that frees the gradient
         self.grad, self.held = None, held  # held: a gradient of an earlier micro-batch exists
         self.kept = item if kept is None else kept  # bytes of an element of the kept gradient
 
     def accept(self, g):
         """AccumulateGrad: keep the first gradient as it is, add later ones in place."""
-        if self.grad is None and not self.held:
+        if self.applied is not None:
+            g.storage.name("gradients")
+            self.tape.tensor(self.n, self.applied)
+        elif self.grad is None and not self.held:
             if self.kept != g.item or self.shards > 1:  # reduced to this rank's part
                 g = self.tape.tensor(-(-g.n // self.shards), self.kept)
             g.storage.name("gradients")
@@ -150,8 +155,8 @@ class Tape:
         kind = kind or self.new_kind or "temporaries"
         return Tensor(n, item, self.storage(self, n * item, kind))
 
-    def parameter(self, n, item, trainable=True, held=False, kept=None, shards=1):
-        return Parameter(self, n, item, trainable, held, kept, shards)
+    def parameter(self, n, item, trainable=True, held=False, kept=None, shards=1, applied=None):
+        return Parameter(self, n, item, trainable, held, kept, shards, applied)
 
     def op(self, out, inputs, back, saved=()):
         """Give ``out`` its node, if any input needs a gradient; name what it saves."""
@@ -217,20 +222,29 @@ class Tape:
     def end_autocast(self):
         self.casts.clear()
 
-    def linear(self, x, w, n_out, bias=None):
-        """x times a weight; under autocast both in 16 bits, x cast for each product anew."""
+    def linear(self, x, w, n_out, bias=None, unpacked=0, keep=False):
+        """x times a weight; under autocast both in 16 bits, x cast for each product anew.
+
+        unpacked: bytes that a packed weight takes while it is multiplied, here and in backward;
+        keep: save x though no gradient needs it.
+        """
+        wide = self.tensor(unpacked, 1) if unpacked else None
         if self.autocast:
             x, w = self.cast(x, 2), self.weight(w, 2)
         out, n, item, wn = self.tensor(n_out, x.item), x.n, x.item, w.n
         x_needs, w_needs = needs(x), needs(w)
 
+        del wide
+
         def back(g, *_):
+            wide = self.tensor(unpacked, 1) if unpacked and x_needs else None
             gx = self.tensor(n, item) if x_needs else None
+            del wide
             gw = self.tensor(wn, item) if w_needs else None
             gb = self.tensor(bias.n, bias.item) if bias is not None and bias.trainable else None
             return [gx, gw, gb][:2 + (bias is not None)]
 
-        saved = [t for t, other in ((x, w_needs), (w, x_needs)) if other]
+        saved = [t for t, other in ((x, w_needs or keep), (w, x_needs)) if other]
         return self.op(out, [x, w] + [bias] * (bias is not None), back, saved)
 
     def _to_input(self, g, item, n):
@@ -320,9 +334,12 @@ class Tape:
         """Backward first writes the product of gradient and output, then the result."""
         return self.map(x, "output", temporaries=1)
 
-    def drop(self, x):
-        """Dropout: a one-byte mask is saved."""
-        if not self.dropout or not self.grad:
+    def drop(self, x, share=None):
+        """Dropout of ``share``, the tape's by default: a one-byte mask is saved.
+
+        The mask exists in a checkpointed pass too, which nothing remembers.
+        """
+        if not (self.dropout if share is None else share):
             return x
         mask, out, n, item = self.tensor(x.n, 1), self.tensor(x.n, x.item), x.n, x.item
         return self.op(out, [x], lambda g, *_: [self.tensor(n, item)], [mask])

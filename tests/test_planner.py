@@ -8,7 +8,7 @@ import os
 import random
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from importlib import resources
 from pathlib import Path
 
@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from companion import cli, planner, planner_steps
+from companion import cli, planner, planner_models, planner_steps
 from companion.memory import (GB, GiB, LLAMA_2_7B, MiB, kv_bytes, llama_block_bytes,
                               lora_parameters)
 from companion.planner import Job, find, format_size, make_plan, parse_size, plan
@@ -197,9 +197,122 @@ def test_the_tape_counts_what_torch_allocates(item):
     assert sum(parts.values()) == pytest.approx(_torch_linear(batch, width, item), rel=0.2)
 
 
+def _film(make, *residents):
+    """Peak live bytes of ``make()`` and its backward pass beyond what was there, by storages."""
+    pytest.importorskip("torch")
+    from companion.counting import Film
+    film = Film(inputs=residents)
+    with film, film.saving():
+        make().backward()
+    return film.peak()[0] - sum(t.untyped_storage().nbytes() for t in residents)
+
+
+@pytest.mark.parametrize("loss, copies", [("plain", 3), ("narrow", 3)])
+def test_the_loss_takes_three_copies_of_the_logits_in_its_type(loss, copies):
+    """Beside the logits, in backward: log softmax, its gradient, and the gradient before it."""
+    torch = pytest.importorskip("torch")
+    rows, vocab = 256, 4000
+    logits = torch.randn(rows, vocab, dtype=torch.bfloat16, requires_grad=True)
+    labels = torch.randint(vocab, (rows,))
+
+    def cross_entropy():
+        wide = logits.float() if loss == "plain" else logits
+        return torch.nn.functional.cross_entropy(wide, labels)
+
+    each = 4 if loss == "plain" else 2
+    seen = _film(cross_entropy, logits, labels)
+    assert seen == pytest.approx(copies * each * rows * vocab, rel=0.01)
+    tape = Tape()
+    walk = Walk(replace(TINY, vocab=vocab), Job(sequence=rows, loss=loss), tape)
+    source = tape.parameter(rows * vocab, 2)
+    x = tape.op(tape.tensor(0, 2), [source], lambda g: [g])
+    x.n = rows * vocab
+    tape.mark()
+    tape.backward(walk.loss(x))
+    assert sum(tape.phase_peak()[0].values()) == pytest.approx(seen, rel=0.01)
+
+
+def test_dropout_keeps_a_mask_and_its_output():
+    """As GPUs do it, which torch offers on the CPU too: a byte an element for the mask."""
+    torch = pytest.importorskip("torch")
+    n, r = 512, 8
+    x = torch.randn(n, n, dtype=torch.bfloat16)
+    pair = [torch.randn(n, r, dtype=torch.bfloat16, requires_grad=True)]
+    held = {}
+
+    def lora():
+        dropped = torch.native_dropout(x, 0.1, True)[0]
+        return (dropped @ pair[0]).sum()
+
+    from companion.counting import Film
+    film = Film(inputs=[x], parameters=pair)
+    with film, film.saving():
+        loss = lora()
+    held = film.frames()["activations"][-1]
+    assert loss.requires_grad and held == n * n * 2  # the mask is for x's gradient, and x has none
+    x.requires_grad_()
+    film = Film(inputs=[x], parameters=pair)
+    with film, film.saving():
+        loss = lora()
+    assert film.frames()["activations"][-1] == n * n * 3
+
+
+LORA = dict(method="lora", targets="qkvo", adapters="bf16", attention="flash", sequence=512)
+
+
+def _kept(**options):
+    """Bytes of activations when the forward pass of TINY ends."""
+    tape = Tape()
+    x = Walk(TINY, Job(**{**LORA, **options}), tape).hidden_states()
+    return tape.live["activations"] * bool(x)
+
+
+def test_dropout_costs_each_adapter_its_own_input():
+    """q, k and v shared the norm's output; o had the output of attention, which stays.
+
+    No gradient goes into the first layer, so its q, k and v keep no masks.
+    """
+    one = 512 * TINY.hidden
+    n = TINY.layers * one
+    assert _kept(dropout=0.1) - _kept() == n * (3 * 3 + 3 - 2) - 3 * one
+    assert _kept(adapters="fp32", dropout=0.1) - _kept(adapters="fp32") == n * 4 - 3 * one
+
+
+def test_old_bitsandbytes_keeps_every_input():
+    """Of gate and up the norm's output, of down the product; the adapters keep the rest."""
+    n = TINY.layers * 512
+    more = _kept(method="qlora", hold_inputs=True) - _kept(method="qlora")
+    assert more == n * 2 * (TINY.hidden + TINY.ffn)
+    assert _kept(hold_inputs=True) == _kept()  # nothing to a weight that is not packed
+
+
+def test_packed_weights_are_written_out_again_in_backward():
+    tape, n = Tape(), 2**20
+    source = tape.parameter(256, 2)
+    x = tape.op(tape.tensor(256, 2), [source], lambda g: [g])
+    y = tape.linear(x, tape.parameter(n, 2, False), 256, unpacked=2 * n)
+    assert tape.highest - tape.total == pytest.approx(2 * n, abs=2048)
+    tape.mark()
+    tape.backward(y)
+    assert sum(tape.phase_peak()[0].values()) == pytest.approx(2 * n, abs=4096)
+
+
+@pytest.mark.parametrize("single, bits", [(True, 4.5), (False, 4.127)])
+def test_scales_cost_half_a_bit_or_an_eighth(single, bits):
+    """fp32 a block of 64: 0.5 bit. Quantized to 8 bits, and fp32 for 256 of those: 0.127."""
+    model = find("llama-2-7b")
+    held = planner.state_bytes(model, Job(method="qlora", rank=1, targets="qv",
+                                          single_quant=single))["weights"]
+    outer = model.parameters - model.quantizable
+    adapters = 2 * 32 * 2 * 4096 * 4
+    packed = held - 2 * outer - adapters
+    assert 8 * packed / model.quantizable == pytest.approx(bits, abs=0.001)
+
+
 def test_everything_dies_but_gradients():
     """A storage that outlives its step would raise every later moment."""
-    for job in (Job(), Job(checkpointing=True), Job(recipe="autocast"), Job(attention="eager")):
+    for job in (Job(), Job(checkpointing=True), Job(recipe="autocast"), Job(attention="eager"),
+                Job(loss="narrow"), Job(loss="fused")):
         tape = Tape(job.autocast)
         walk = Walk(TINY, job, tape)
         x = walk.hidden_states()
@@ -355,11 +468,54 @@ def test_the_score_sees_a_broken_promise():
         memory_score.score([TRUTH[0], wrong]))) == ["broken"]
 
 
+memory_cases = __import__("memory_cases")
+
+
+@functools.cache
+def judged():
+    return {j.row["id"]: j for j in memory_cases.judged()}
+
+
+def test_every_public_report_is_judged_by_the_rule():
+    """Right is near, undecidable is enclosed by plans of other readings, the rest is wrong."""
+    s = memory_cases.summary(list(judged().values()))
+    assert sum(s[v] for v in ("right", "wrong", "undecidable", "not planned")) == 89
+    assert s["right"] >= 45 and s["median"] <= 0.03
+    for id, j in judged().items():
+        if j.verdict == "undecidable":
+            assert id in memory_cases.READINGS and j.why.count(":") >= 2
+            assert j.error is None or abs(j.error) > memory_cases.TOLERANCE
+        if j.verdict == "right" and j.error is not None:
+            assert abs(j.error) <= memory_cases.TOLERANCE
+        if j.verdict == "wrong":
+            assert id in memory_cases.SUSPECTED
+    assert s["promised"] == ["pr-39"]  # an engine's own workspace
+
+
+def test_a_planner_without_the_terms_is_wrong_about_reports(monkeypatch):
+    """Each report that a term was added for is off without it."""
+    for id, without in {"lit-08": {"no_sync": False}, "lit-05": {"hold_inputs": False},
+                        "fms-25": {"no_sync": False}, "lit-15": {"dropout": 0.0}}.items():
+        model, kind, options = memory_cases.PLANNED[id]
+        monkeypatch.setitem(memory_cases.PLANNED, id, (model, kind, {**options, **without}))
+    now = {j.row["id"]: j for j in memory_cases.judged()}
+    assert now["lit-08"].error < -0.3 and now["lit-05"].error < judged()["lit-05"].error - 0.03
+    assert now["fms-25"].verdict == "wrong" and now["lit-15"].verdict == "wrong"
+    monkeypatch.setitem(memory_cases.PLANNED, "mega-01", ("llama-2-7b", "a", dict(
+        memory_cases.PLANNED["mega-01"][2], gpus=4)))  # readings that enclose nothing
+    assert {j.row["id"]: j for j in memory_cases.judged()}["mega-01"].verdict == "wrong"
+
+
+def test_a_broken_promise_is_told(monkeypatch):
+    """Llama-2-7B in two bytes a weight is no fit for what ran out in its training."""
+    monkeypatch.setitem(memory_cases.PLANNED, "lit-14", ("llama-3.2-1b", "o", {"sequence": 64}))
+    found = memory_cases.judged()
+    assert "lit-14" in memory_cases.summary(found)["promised"]
+    assert {j.row["id"]: j for j in found}["lit-14"].verdict == "wrong"
+
+
 def test_public_figures_are_exact_to_the_printed_digit():
-    import memory_cases
     stored = memory_cases.cases()
-    assert set(memory_cases.PLANNED) | set(memory_cases.EXACT) | set(memory_cases.LEFT_OUT) \
-        == set(stored)
     for id in ("kv-02", "gg-01", "gg-03", "gg-05", "ex-03", "ex-04", "ex-07", "ex-08"):
         printed = stored[id]["value"]
         digits = len(printed.partition(".")[2])
@@ -375,9 +531,21 @@ JOBS = st.fixed_dictionaries({
     "recipe": st.sampled_from(list(planner.RECIPES)),
     "optimizer": st.sampled_from(planner.OPTIMIZERS),
     "attention": st.sampled_from(["eager", "sdpa"]), "checkpointing": st.booleans(),
-    "loss": st.sampled_from(["plain", "fused", "chunked"]),
+    "loss": st.sampled_from(["plain", "narrow", "fused", "chunked"]),
     "batch": st.integers(1, 6), "sequence": st.sampled_from([64, 200, 512]),
-    "accumulate": st.integers(1, 3), "rank": st.integers(1, 64)})
+    "accumulate": st.integers(1, 3), "rank": st.integers(1, 64),
+    "adapters": st.sampled_from(["fp32", "bf16"]), "dropout": st.sampled_from([0.0, 0.1]),
+    "upcast": st.booleans(), "single_quant": st.booleans(), "hold_inputs": st.booleans(),
+    "in_backward": st.booleans()}).map(
+        lambda o: {**o, "in_backward": o["in_backward"] and o["accumulate"] == 1
+                   and o["recipe"] in ("bf16", "fp32", "autocast")})
+# how 16 GPUs are used
+SPLITS = st.fixed_dictionaries({
+    "gpus": st.just(16), "tensor": st.sampled_from([1, 2, 4]), "pipeline": st.sampled_from([1, 2]),
+    "context": st.sampled_from([1, 2]), "shard": st.sampled_from([0, 1, 2, 3]),
+    "flat": st.booleans(), "no_sync": st.booleans(), "tensor_only": st.booleans(),
+    "offload": st.sampled_from(["none", "optimizer", "parameters"])}).map(
+        lambda o: {**o, "shard": o["shard"] * (o["tensor"] * o["pipeline"] * o["context"] < 16)})
 
 
 @settings(max_examples=60, deadline=None)
@@ -393,11 +561,59 @@ def test_components_add_up_at_each_moment(name, options):
 
 
 @settings(max_examples=60, deadline=None)
+@given(st.sampled_from(["llama-3.2-1b", "gemma-2-2b", "llama-2-7b"]), JOBS, SPLITS)
+def test_components_add_up_on_several_gpus(name, options, split):
+    p = plan(name, **{**options, **split, "in_backward": False})
+    for moment in p.moments:
+        assert set(moment.parts) <= set(KINDS)
+        assert all(v >= 0 for v in moment.parts.values()), moment
+        assert moment.total == sum(moment.parts.values())
+    assert p.allocated == max(m.total for m in p.moments)
+    assert p.allocated <= p.reserved[0] <= p.reserved[1] < p.on_device[1]
+
+
+@settings(max_examples=60, deadline=None)
 @given(st.sampled_from(MODELS), JOBS, st.sampled_from(["batch", "sequence", "rank"]))
 def test_more_of_anything_that_costs_is_never_less(name, options, what):
     less, more = (plan(name, **{**options, what: options[what] * n}) for n in (1, 2))
     for a, b in zip(less.moments, more.moments):
         assert b.total >= a.total, (a.name, what)
+
+
+COSTLY = [("dropout", 0.0, 0.1), ("upcast", False, True), ("single_quant", False, True),
+          ("hold_inputs", False, True), ("adapters", "bf16", "fp32"), ("no_sync", False, True),
+          ("flat", False, True), ("accumulate", 1, 2), ("accumulate", 2, 5),
+          ("loss", "narrow", "plain"), ("loss", "fused", "plain"),
+          ("checkpointing", True, False), ("optimizer", "adamw-8bit", "adamw-fused"),
+          ("optimizer", "adamw-fused", "adamw"), ("offload", "parameters", "optimizer"),
+          ("offload", "optimizer", "none")]
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.sampled_from(["llama-3.2-1b", "gemma-2-2b", "llama-2-7b"]), JOBS, SPLITS,
+       st.booleans(), st.sampled_from(COSTLY))
+def test_what_costs_memory_is_never_less(name, options, split, several, change):
+    what, cheap, dear = change
+    options = {**options, **(split if several else {}), "in_backward": False}
+    less, more = (plan(name, **{**options, what: value}).allocated for value in (cheap, dear))
+    assert more >= less
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.sampled_from(["llama-3.2-1b", "gpt-2 small"]), st.sampled_from([64, 512]),
+       st.sampled_from([1, 4]), st.booleans())
+def test_cached_bytes_of_varied_lengths_are_never_less(name, sequence, batch, checkpointing):
+    options = dict(sequence=sequence, batch=batch, checkpointing=checkpointing)
+    one, all_lengths = (plan(name, **options, varied=v) for v in (False, True))
+    assert one.moments == all_lengths.moments and one.reserved[0] == all_lengths.reserved[0]
+    assert all_lengths.reserved[1] >= one.reserved[1]
+
+
+def test_varied_lengths_leave_blocks_that_longer_ones_cannot_use():
+    """A large vocabulary and long sequences: more than half again as much."""
+    options = dict(method="lora", checkpointing=True, sequence=8192)
+    one, varied = (plan("llama-3-8b", **options, varied=v).reserved[1] for v in (False, True))
+    assert varied > 1.5 * one
 
 
 @pytest.mark.parametrize("what", ["layers", "hidden", "ffn", "vocab", "heads"])
@@ -422,6 +638,17 @@ def test_sharding_never_takes_more(name, gpus, recipe, checkpointing):
     assert states == sorted(states, reverse=True)
     wider = [plan(name, gpus=n, shard=3, **options).allocated for n in (gpus, 2 * gpus)]
     assert wider[1] <= wider[0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(JOBS, st.sampled_from([1, 2, 3]), st.sampled_from([2, 4, 16]), st.booleans(),
+       st.booleans(), st.integers(2, 8))
+def test_sharding_over_more_never_takes_more(options, shard, gpus, flat, no_sync, times):
+    """Every method and recipe, every stage, FSDP1 and whole gradients too."""
+    options = {**options, "shard": shard, "flat": flat, "no_sync": no_sync}
+    few, many = (plan("llama-3.2-1b", gpus=n, **options) for n in (gpus, gpus * times))
+    for a, b in zip(few.moments, many.moments):
+        assert b.total <= a.total, a.name
 
 
 @settings(max_examples=20, deadline=None)
@@ -459,6 +686,64 @@ def test_a_pipeline_keeps_as_many_batches_as_it_has_stages():
     kept = four.moments[1].parts["activations"]
     assert 0.95 < kept / one.moments[1].parts["activations"] < 1.05
     assert four.moments[0].total < 0.3 * one.moments[0].total
+
+
+def test_whole_gradients_wait_for_the_last_micro_batch():
+    """FSDP without reduction: two bytes of every weight on each GPU, as fms-25 reports it.
+
+    7.26 GB were allocated between steps and 22.5 at the peak, by texts of some hundred tokens.
+    """
+    options = dict(gpus=8, shard=3, checkpointing=True, attention="flash", sequence=256, batch=2,
+                   accumulate=2)
+    reduced, whole = (plan("mistral-7b-v0.1", **options, no_sync=n) for n in (False, True))
+    assert whole.allocated == pytest.approx(22.5 * GB, rel=0.03)
+    assert whole.moments[1].parts["gradients"] - reduced.moments[1].parts["gradients"] \
+        == pytest.approx(7.242e9 * 2 * 7 / 8, rel=0.001)
+    assert whole.moments[-1].total == reduced.moments[-1].total  # the step has this rank's part
+    assert plan("mistral-7b-v0.1", **{**options, "accumulate": 1}, no_sync=True).moments \
+        == plan("mistral-7b-v0.1", **{**options, "accumulate": 1}).moments
+
+
+# LitGPT's tutorials/resource-tables.md: LoRA of rank 8 on q and v, FSDP1, batch of 128.
+@pytest.mark.parametrize("name, gpus, batch, seen", [
+    ("llama-2-7b", 2, 1, 22.18), ("llama-2-7b", 2, 2, 22.47), ("llama-2-7b", 2, 4, 23.39),
+    ("llama-2-13b", 4, 1, 35.57)])
+def test_frozen_weights_of_flat_units_have_gradients(name, gpus, batch, seen):
+    model = memory_cases._litgpt(find(name))
+    options = dict(memory_cases._LITGPT_FSDP, gpus=gpus, batch=batch, sequence=1304)
+    assert make_plan(model, Job(**options)).allocated == pytest.approx(seen * GB, rel=0.04)
+    apart = make_plan(model, Job(**{**options, "flat": False})).allocated
+    assert apart < 0.55 * seen * GB
+
+
+def test_an_update_in_backward_keeps_no_gradients():
+    """Llama-3.1-8B with 8-bit AdamW: 37.4 GiB in torchtune's table, on a card of 48."""
+    options = dict(checkpointing=True, batch=2, sequence=2048, attention="flash",
+                   optimizer="adamw-8bit")
+    p = plan("llama-3-8b", **options, in_backward=True)
+    assert p.allocated == pytest.approx(37.4 * GiB, rel=0.02)
+    assert p.moments[-1].parts["gradients"] == 0
+    after = plan("llama-3-8b", **options)
+    assert after.allocated - p.allocated > p.model.parameters
+    sharded = plan("llama-3-8b", **options, in_backward=True, gpus=2, shard=3)
+    assert sharded.moments[-1].parts["gradients"] == 0
+    tied = plan("llama-3.2-1b", **options, in_backward=True)
+    table = 2 * tied.model.table  # its gradient has two parts, far apart
+    assert tied.moments[-1].parts["gradients"] == pytest.approx(table, rel=0.001)
+
+
+def test_without_sequence_parallel_every_rank_norms_all_tokens():
+    """Llama-2-7B over two ranks, 4 x 2048 tokens: 55.7 GB (Megatron-LM's pull request 482)."""
+    options = dict(memory_cases._MEGATRON, gpus=8, tensor=2, shard=1, batch=4, sequence=2048)
+    apart, together = (plan("llama-2-7b", **options, tensor_only=t) for t in (True, False))
+    assert apart.allocated == pytest.approx(55.7 * GB, rel=0.05)
+    assert together.allocated < 0.95 * apart.allocated
+    one = [plan("llama-2-7b", recipe="megatron", tensor_only=t) for t in (False, True)]
+    assert one[0].moments == one[1].moments
+    split = dict(gpus=4, tensor=2, shard=3)  # tokens are gathered beside sharded weights
+    with_tokens, without = (plan("llama-2-7b", **split, tensor_only=t).moments[1].parts["gathered"]
+                            for t in (False, True))
+    assert with_tokens - without == 2048 * 4096 * 2
 
 
 def test_megatron_keeps_eighteen_bytes():
@@ -641,6 +926,10 @@ BAD = [
     (["--model", "llama-2-7b", "--gpus", "2", "--expert", "2"], "experts"),
     (["--model", "llama-2-7b", "--method", "inference", "--checkpointing"], "inference"),
     (["--model", "llama-2-7b", "--new-tokens", "5"], "inference"),
+    (["--model", "llama-2-7b", "--dropout", "1"], "dropout"),
+    (["--model", "llama-2-7b", "--dropout", "nan"], "dropout"),
+    (["--model", "llama-2-7b", "--in-backward", "--accumulate", "2"], "in_backward"),
+    (["--model", "llama-2-7b", "--in-backward", "--recipe", "megatron"], "in_backward"),
     (["--model", "gpt-2 small", "--sequence", "4096"], "positions"),
     (["--model", "llama-2-7b", "--kv-bits", "nan"], "kv"),
     (["--model", "llama-2-7b", "--kv-bits", "1e999"], "kv"),
@@ -676,41 +965,76 @@ def test_bad_configurations_are_one_line(content, word, tmp_path):
     assert status == 2 and out == "" and err.count("\n") == 1 and word in err
 
 
+TRIES = int(os.environ.get("COMPANION_FUZZ", "1000"))  # more on demand
+FLAGS = [f.name for f in fields(Job) if f.type is bool]
+WORDS = ["0", "1", "2", "3", "7", "8", "64", "-1", "4096", "1e9", "nan", "inf", "0.5", "", "x",
+         "full", "lora", "qlora", "inference", "bf16", "autocast", "mixed", "megatron", "fsdp",
+         "sgd", "adamw-8bit", "eager", "flash", "narrow", "chunked", "none", "optimizer", "all",
+         "24GiB", "h100", "80GB", "llama-2-7b", "7B", "é", "\0", "{}", "--"]
+
+
+def _answered(arguments):
+    """Whether a command was answered; else it must have been refused in one line."""
+    status, out, err = run_cli("plan", *arguments)
+    assert status in (0, 2), arguments
+    assert (err.count("\n") == 1 and not out) if status else (out and not err), arguments
+    return status == 0
+
+
 def test_fuzzed_commands_never_raise():
-    """Random words for random options: an answer, or one line and status 2."""
+    """Random words for random options, every one of Job's among them: an answer or a refusal."""
     rng = random.Random(0)
-    options = ["--" + f for f in ("method recipe optimizer batch sequence accumulate attention "
-                                  "loss "
-                                  "rank targets gpus tensor pipeline context expert shard "
-                                  "new-tokens weight-bits kv-bits share gpu model").split()]
-    words = ["0", "1", "2", "3", "7", "8", "64", "-1", "4096", "1e9", "nan", "", "x", "full",
-             "lora", "qlora", "inference", "bf16", "autocast", "fp32", "mixed", "sgd", "eager",
-             "24GiB", "h100", "80GB", "llama-2-7b", "gpt-2 small", "deepseek-v3", "7B", "é"]
+    options = [f.name for f in fields(Job) if f.type is not bool] + ["gpu", "model"]
+    models = ["llama-2-7b", "gpt-2 small", "pythia-160m", "deepseek-v3", "mixtral-8x7b-v0.1",
+              "gemma-2-2b", "7B", "é"]
     answers = 0
-    for _ in range(400):
-        arguments = ["--model", rng.choice(words[-5:])]
+    for _ in range(TRIES):
+        arguments = ["--model", rng.choice(models)]
         for option in rng.sample(options, rng.randint(0, 4)):
-            arguments += [option, rng.choice(words)]
-        status, out, err = run_cli("plan", *arguments)
-        assert status in (0, 2), arguments
-        assert (err.count("\n") == 1 and not out) if status else (out and not err), arguments
-        answers += status == 0
-    assert answers > 20
+            arguments += ["--" + option.replace("_", "-"), rng.choice(WORDS)]
+        flags = rng.sample(FLAGS, rng.choice([0, 0, 0, 1, 2]))
+        arguments += ["--" + flag.replace("_", "-") for flag in flags]
+        answers += _answered(arguments + ["--json"] * (rng.random() < 0.3))
+    assert answers > TRIES // 20
+
+
+def _broken(text, rng):
+    """The text with a piece cut, doubled or replaced."""
+    a = rng.randrange(len(text))
+    b = rng.randrange(a, min(len(text), a + 20)) + 1
+    return text[:a] + rng.choice(["", text[a:b] * 2, "9" * 40, "\0", "[", "NaN"]) + text[b:]
 
 
 def test_fuzzed_configurations_never_raise(tmp_path):
+    """Random values for random fields of every family, and files with broken places."""
     rng = random.Random(0)
-    values = [0, 1, 2, 7, 64, 4096, -1, 2.5, True, None, "x", [], {}, 10**12]
+    values = [0, 1, 2, 7, 64, 4096, -1, 2.5, True, None, "x", [], {}, 10**12, float("nan"), [1]]
+    keys = [*LLAMA_CONFIG, "num_key_value_heads", "head_dim", "sliding_window", "layer_types",
+            "num_local_experts", "num_experts", "n_routed_experts", "num_experts_per_tok",
+            "moe_intermediate_size", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim",
+            "qk_rope_head_dim", "v_head_dim", "n_shared_experts", "first_k_dense_replace",
+            "shared_expert_intermediate_size", "text_config", "n_embd", "n_positions", "n_inner",
+            "tie_word_embeddings", "attention_bias", "sliding_window_pattern"]
+    small = dict(LLAMA_CONFIG, num_hidden_layers=2, hidden_size=256, intermediate_size=512,
+                 num_attention_heads=8, vocab_size=1000)
+    families = sorted(planner_models._FAMILIES)
     path, answers = tmp_path / "config.json", 0
-    for _ in range(300):
-        config = dict(LLAMA_CONFIG, num_hidden_layers=2)
-        for key in rng.sample([*config, "num_key_value_heads", "head_dim", "sliding_window",
-                               "num_local_experts", "num_experts_per_tok", "kv_lora_rank",
-                               "n_shared_experts", "first_k_dense_replace", "text_config"], 2):
+    for _ in range(TRIES):
+        config = dict(small, model_type=rng.choice(families))
+        for key in rng.sample(keys, rng.randint(0, 2)):
             config[key] = rng.choice(values)
-        path.write_text(json.dumps(config))
-        status, out, err = run_cli("plan", "--config", str(path))
-        assert status in (0, 2), config
-        assert (err.count("\n") == 1 and not out) if status else (out and not err), config
-        answers += status == 0
-    assert answers > 20
+        if rng.random() < 0.2:
+            config.pop(rng.choice([*config]))
+        text = json.dumps(config)
+        path.write_text(_broken(text, rng) if rng.random() < 0.3 else text)
+        answers += _answered(["--config", str(path)])
+    assert answers > TRIES // 20
+
+
+def test_the_fuzz_would_see_a_traceback(monkeypatch):
+    def broken(*_):
+        raise KeyError("layers")
+
+    monkeypatch.setattr(planner, "make_plan", broken)
+    with pytest.raises(KeyError):
+        _answered(["--model", "llama-2-7b"])

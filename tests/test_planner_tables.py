@@ -9,6 +9,7 @@ import planner_tables
 from notebooks import ROOT, Refused
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
+import memory_cases  # noqa: E402
 import memory_peers  # noqa: E402
 import memory_peers_ask  # noqa: E402
 
@@ -108,11 +109,35 @@ def text():
 def test_the_page_shows_every_row_and_every_tool(text):
     for row in ROWS:
         assert text.count(f"{row['model']}, ") >= 1
-    assert len(re.findall(r", \d+ layers", text)) == len(ROWS)
+    assert len(re.findall(r", \d+ layers", text.partition("### Beside public")[0])) == len(ROWS)
     for tool in STORED["tools"].values():
         assert tool["version"] is None or tool["version"] in text
     for name in planner_tables.ASKED:
         assert name in text
+
+
+def test_the_page_shows_every_public_report(text):
+    """Each once, with its verdict; a link where the source is a repository or a thread."""
+    assert "All 89 public reports" in text
+    part = "\n".join(planner_tables.reports(table, memory_cases))
+    rows = [line.split(" | ") for line in part.splitlines() if line.count(" | ") == 5][1:]
+    assert len(rows) == len(memory_cases.cases()) == 89
+    counts = re.findall(r"^(right|wrong|undecidable|not planned) \| (\d+) \|", part, re.M)
+    assert [(v, sum(row[4] == v for row in rows)) for v, _ in counts] \
+        == [(v, int(n)) for v, n in counts] and len(counts) == 4
+    assert sum("https://github.com/" in row[0] for row in rows) >= 80
+    assert "index id" not in part and all(row[5] for row in rows)
+
+
+@pytest.mark.parametrize("text, expected", [
+    ("owner/repo issue 12", '<a href="https://github.com/owner/repo/issues/12">owner/repo#12</a>'),
+    ("o/r PR 3 tools/README.md", '<a href="https://github.com/o/r/pull/3">o/r#3</a>'),
+    ("o/r docs/file.md (torch 2.1)", '<a href="https://github.com/o/r">o/r</a>'),
+    ("o/r", '<a href="https://github.com/o/r">o/r</a>'),
+    ("public file, index id 12 (a <log>)", "public file"),
+    ("torchtune docs, QLoRA tutorial", "torchtune docs, QLoRA tutorial")])
+def test_sources_become_links(text, expected):
+    assert planner_tables.source(text) == expected
 
 
 def test_the_page_follows_the_stored_answers(tmp_path):

@@ -1,13 +1,15 @@
-"""The planner's accuracy as tables for its page: beside measurements, and beside other planners.
+"""The planner's accuracy as tables: beside measurements, public reports and other planners.
 
     planner_accuracy(root, table)     # the text of _generated/planner_accuracy.md
 
 Our own predictions are made anew from benchmarks/results/memory_truth*.json by the code as it
-is now; the answers of other planners come from benchmarks/results/memory_peers.json.
+is now, and so are those for the public reports of benchmarks/memory_cases.csv; the answers of
+other planners come from benchmarks/results/memory_peers.json.
 """
 import hashlib
 import html
 import json
+import re
 import sys
 
 from notebooks import Refused
@@ -56,7 +58,8 @@ def stamp(root):
     """A comment that changes with whatever the text is made of."""
     digest = hashlib.sha256(version(root).encode())
     paths = [root / RESULTS / f"{name}.json" for name in (*MEASURED, "memory_peers")]
-    paths += [root / "benchmarks" / f"{name}.py" for name in ("memory_score", "memory_peers")]
+    paths += [root / "benchmarks" / name for name in (
+        "memory_score.py", "memory_peers.py", "memory_cases.py", "memory_cases.csv")]
     for path in [*paths, root / "tools/planner_tables.py"]:
         digest.update(path.read_bytes() if path.is_file() else b"-")
     return f"<!-- made from {digest.hexdigest()[:12]} -->\n"
@@ -138,6 +141,71 @@ def accuracy(root, table, memory_score):
         + "\n</details>"]
 
 
+# --- beside public reports -------------------------------------------------------------------
+
+def source(text):
+    """A link to the repository or thread that a report's source names; plain text without one."""
+    found = re.match(r"([\w.-]+/[\w.-]+)(?: (?:(issue|PR)s? (\d+))?|$)", text)
+    if not found:
+        return html.escape(re.sub(r"\(.*?\)|, index id \d+|\"", "", text).strip())
+    repository, kind, number = found.groups()
+    address, name = f"https://github.com/{repository}", repository
+    if number:
+        address += f"/{'issues' if kind == 'issue' else 'pull'}/{number}"
+        name += f"#{number}"
+    return f'<a href="{html.escape(address)}">{html.escape(name)}</a>'
+
+
+def reported_setup(row):
+    """What a report states, in one cell."""
+    batch, length = row["micro_batch"], row["seq_len"]
+    shape = f"{batch} x {length} tokens" if batch and length else \
+        f"{length} tokens" if length else f"batch {batch}" if batch else ""
+    gpus = f"{row['n_gpus']} GPUs" if row["n_gpus"] not in ("", "1") else ""
+    what = [row["method"], row["sharding"] if row["sharding"] not in ("none", "") else "", gpus,
+            shape, row["attn"] if row["attn"] != "not stated" else "",
+            "checkpointing" if row["grad_ckpt"].startswith("yes") else ""]
+    return html.escape(", ".join(filter(None, what)))
+
+
+def case_row(case):
+    row = case.row
+    name = f"{source(row['source'])}<br>{html.escape(row['model'])}"
+    return (name, reported_setup(row), html.escape(case.reported), html.escape(case.planned),
+            case.verdict, html.escape(case.why))
+
+
+def reports(table, memory_cases):
+    """Blocks about public reports: the rule, the counts, and a row each."""
+    found = memory_cases.judged()
+    s = memory_cases.summary(found)
+    promised = ", ".join(s["promised"]) or "none"
+    counts = [(word, s[word], what) for word, what in (
+        ("right", f"a figure within {100 * memory_cases.TOLERANCE:.0f} % or inside the planned "
+                  "band, an outcome that the plan does not contradict, an exact figure to the "
+                  "printed digit or as near as a figure must be"),
+        ("wrong", "off, and nothing that the report leaves open explains it"),
+        ("undecidable", "off, but plans of two readings that the report allows enclose what was "
+                        "reported: each is planned, and the last column says how far apart"),
+        ("not planned", "no decoder, no length, or a method that the planner lacks"))]
+    return [
+        f"{len(found)} public reports of memory, from repositories, issues and documentation, "
+        "were planned with what they state, and with the usual defaults of their programs for "
+        "the rest. Nothing was fitted to them, but their figures were in view when open options "
+        "were filled in: the table says how they can be understood, while the rows held out "
+        "above say how well a set-up that is known in full is predicted.",
+        table(("Verdict", "Reports", "What it means"), counts, "Public reports"),
+        f"Of the {s['figures']} figures that can be decided, the median error is "
+        f"{percent(s['median'])} and the worst {percent(s['worst'])}; what lies in a planned band "
+        f"counts as no error. {s['exact']} more, of caches and of single tensors, agree to the "
+        f"printed digit. Planned to fit though it ran out: {len(s['promised'])}"
+        + (f" ({promised}; see its row)." if s["promised"] else "."),
+        "<details>\n<summary>All reports</summary>\n"
+        + table(("Report", "Set-up", "Reported", "Planned", "Verdict", "Why"),
+                [case_row(case) for case in found], f"All {len(found)} public reports")
+        + "\n</details>"]
+
+
 # --- beside other planners -------------------------------------------------------------------
 
 def part(s):
@@ -208,9 +276,11 @@ def planner_accuracy(root, table):
     for folder in root, root / "benchmarks":
         if str(folder) not in sys.path:
             sys.path.insert(0, str(folder))
+    import memory_cases
     import memory_peers
     import memory_score
-    blocks = ["### Beside measurements", *accuracy(root, table, memory_score)]
+    blocks = ["### Beside measurements", *accuracy(root, table, memory_score),
+              "### Beside public reports", *reports(table, memory_cases)]
     if load(root, "memory_peers"):
         blocks += ["### Beside other planners", *peers(root, table, memory_peers)]
     return now + "\n\n".join(blocks) + "\n"
