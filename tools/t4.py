@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 MEMORY = 15_828_320_256
 if torch.cuda.is_available():
     real = torch.cuda.get_device_properties(0).total_memory
+    real_name = torch.cuda.get_device_name()
     torch.cuda.set_per_process_memory_fraction(MEMORY / real)
 sys.modules["triton"] = None  # importing it fails
 torch.cuda.device_count = lambda: 1
@@ -61,8 +62,10 @@ class NoUnits(TorchDispatchMode):
 from IPython.core.interactiveshell import InteractiveShell
 shell = InteractiveShell.instance()
 sys.path.insert(0, os.environ["CHECKOUT"])
-from companion import bench, pick_dtype
-bench.refuse_above_peak = lambda *_, **__: None  # this card is faster than a T4 can be
+from companion import hardware, pick_dtype
+if torch.cuda.is_available():  # its speed is held against its own data sheet
+    look_up = hardware.gpu
+    hardware.gpu = lambda name: look_up(real_name if name == "Tesla T4" else name)
 assert pick_dtype("cuda") == torch.float16
 for number, source in enumerate(json.load(sys.stdin)):
     print(f"\n@cell {number}", flush=True)

@@ -218,10 +218,12 @@ def random_query(rng):
     more = {"attention": ["eager", "sdpa", "flash"], "gpus": ["2", "4"], "tensor": ["2"],
             "recipe": [*planner_page.RECIPES]}
     training = {"optimizer": [*planner_page.OPTIMIZERS], "checkpointing": ["1"],
-                "accumulate": ["2", "3"], "loss": ["fused", "chunked"], "kernels": ["fused"],
+                "accumulate": ["2", "3"], "loss": ["narrow", "fused", "chunked"], "kernels": ["fused"],
                 "shard": ["1", "2", "3"], "offload": ["optimizer", "parameters"],
                 "rank": ["1", "64"], "targets": ["qv", "all"], "adapters": ["bf16"],
-                "upcast": ["1"]}
+                "upcast": ["1"], "in_backward": ["1"], "varied": ["1"], "dropout": ["0.05"],
+                "single_quant": ["1"], "hold_inputs": ["1"], "flat": ["1"], "no_sync": ["1"],
+                "tensor_only": ["1"]}
     inference = {"new_tokens": ["1", "100"], "weight_bits": ["4", "8", "3.5"], "paged": ["1"],
                  "kv_bits": ["8.5", "4"], "share": ["0.5"], "all_logits": ["1"]}
     more |= inference if method == "inference" else training
