@@ -33,7 +33,7 @@ MOST_OUTPUT = 64 * 2**20      # bytes that one rank may print
 START_SECONDS = 60            # for ranks to start, before the time-out of the cell counts
 _TICK = 0.02                  # seconds between two looks at the ranks
 _LINGER, _LINGER_LOST = 0.1, 2.0
-_PRELOAD = ["torch", "torch.distributed", "companion.ranks_agent", "companion.report"]
+_PRELOAD = ["torch", "torch._dynamo", "torch.distributed", "companion.ranks_agent", "companion.report"]
 
 
 def choose_backend(world_size, device_count):

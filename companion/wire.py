@@ -133,8 +133,10 @@ def ring_bytes(call):
 def recorded():
     """Yield a list that fills with a ``Call`` for each collective or send of this rank.
 
-    Those of DistributedDataParallel, ``fully_shard`` and DTensor are among them, in forward and
-    backward; those captured in a CUDA graph or compiled away by ``torch.compile`` may not be.
+    Those of DistributedDataParallel, ``fully_shard`` and DTensor's ``redistribute`` are among
+    them, in forward and backward. Not seen are those that DTensor runs inside an operator on
+    DTensors, such as in ``loss_parallel``; those captured in a CUDA graph or compiled away by
+    ``torch.compile`` may be missing, too.
     """
     calls = []
     with _Recorder(calls):

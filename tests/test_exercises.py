@@ -1203,7 +1203,255 @@ def test_another_right_answer_passes(id, answer, capsys):
     assert said(id, answer, capsys) == f"{id}: right"
 
 
+# ---- data_parallel
+
+def held_by(guard=True, units=True, gradients=2, weights=3):
+    def held_bytes(sizes, ranks, stage):
+        if guard and stage not in (0, 1, 2, 3):
+            raise ValueError(stage)
+        whole = sum(sizes)
+        part = sum(-(-s // ranks) for s in sizes) if units else -(-whole // ranks)
+        return (2 * (part if stage >= weights else whole) + 2 * (part if stage >= gradients else whole)
+                + 12 * (part if stage >= 1 else whole))
+    return held_bytes
+
+
+def step_by(guard=True, less=1, **other):
+    def step_bytes(form, size, ranks, k):
+        times = {"ddp": 2 * k, "ddp no_sync": 2, "zero-1": 2, "zero-2": k + 1, "zero-3": 3 * k,
+                 "fsdp kept": 2 * k} | {name.replace("_", "-"): f(k) for name, f in other.items()}
+        if guard and form not in times:
+            raise ValueError(form)
+        return times.get(form, 2) * size * (ranks - less) / ranks
+    return step_bytes
+
+
+def zero_by(mean=True, pad=True, decay=0.9, gather=True):
+    def zero_step(weights, gradients, momenta, lr, reduce_scatter, all_gather):
+        n, N, part = len(weights), len(weights[0]), len(momenta[0])
+        padded = [torch.nn.functional.pad(t, (0, n * part - N if pad else 0)) for t in gradients]
+        slices = []
+        for r, g in enumerate(reduce_scatter(padded)):
+            momenta[r].mul_(decay).add_(g / n if mean else g)
+            w = torch.nn.functional.pad(weights[r], (0, n * part - N))[r * part:(r + 1) * part]
+            slices.append(w - lr * momenta[r])
+        whole = all_gather(slices) if gather else [torch.cat(slices)] * n
+        for w, new in zip(weights, whole):
+            w.copy_(new[:N])
+    return zero_step
+
+
+def mean_of_means(parameters, count):
+    import torch.distributed as dist
+    flat = torch.cat([torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() / count
+                      for p in parameters])
+    dist.all_reduce(flat)
+    for p, g in zip(parameters, flat.split([p.numel() for p in parameters])):
+        p.grad = g.view_as(p) / dist.get_world_size()
+
+
+def nan_where_none(parameters, count):
+    import torch.distributed as dist
+    flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() / count
+                      for p in parameters])
+    flat = torch.cat([flat * count, torch.tensor([count]).double()])
+    dist.all_reduce(flat)
+    for p, g in zip(parameters, (flat[:-1] / flat[-1]).split([p.numel() for p in parameters])):
+        p.grad = g.view_as(p)
+
+
+def each_by_itself(parameters, count):
+    import torch.distributed as dist
+    count = torch.tensor(float(count)).double()
+    dist.all_reduce(count)
+    for p in parameters:
+        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        dist.all_reduce(p.grad)
+        p.grad /= count
+
+
+def forgets_the_empty_rank(parameters, count):
+    import torch.distributed as dist
+    flat = torch.cat([p.grad.flatten() for p in parameters] + [torch.tensor([count]).double()])
+    dist.all_reduce(flat)
+    for p, g in zip(parameters, (flat[:-1] / flat[-1]).split([p.numel() for p in parameters])):
+        p.grad = g.view_as(p)
+
+
+def linear_by(keep=False, reduce=True, mean=1):
+    def sharded_linear(x, shard):
+        import torch.distributed as dist
+
+        from companion.wire import all_gather, reduce_scatter
+
+        def whole(part):
+            w = part.new_empty(2 * len(part), part.shape[1])
+            all_gather(w, part.detach())
+            return w
+
+        class Linear(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x, shard):
+                w = whole(shard)
+                ctx.save_for_backward(x, w if keep else shard)
+                return x @ w.T
+
+            @staticmethod
+            def backward(ctx, dy):
+                x, w = ctx.saved_tensors
+                dw = (dy.T @ x).contiguous()
+                part = torch.empty_like(dw.chunk(2)[0])
+                if reduce:
+                    reduce_scatter(part, dw)
+                else:
+                    dist.all_reduce(dw)
+                    part = dw.chunk(2)[dist.get_rank()].clone()
+                return dy @ (w if keep else whole(w)), part / mean
+
+        return Linear.apply(x, shard)
+    return sharded_linear
+
+
+def linear_without_backward(x, shard):
+    from companion.wire import all_gather
+    w = shard.new_empty(2 * len(shard), shard.shape[1])
+    all_gather(w, shard.detach())
+    return x @ w.T
+
+
 # exercise -> [(wrong answer, what its message must name)]
+# ---- context_expert_parallel
+
+def share_by(diagonal=0.5, source=lambda r, step, n: (r - step) % n, per=max):
+    def share(owners):
+        n, total, longest = len(owners), 0.0, 0.0
+        for step in range(n):
+            units = [sum((a > b) + (a == b) * diagonal for a in owners[r] for b in owners[source(r, step, n)])
+                     for r in range(n)]
+            total, longest = total + sum(units), longest + per(units)
+        return total / (n * longest)
+    return share
+
+
+def share_without_steps(owners):
+    """Waits at the end only, not after each step."""
+    n = len(owners)
+    busy = [sum((a > b) + (a == b) / 2 for a in own for other in owners for b in other) for own in owners]
+    return sum(busy) / (n * max(busy))
+
+
+def join_one_by_one(outs, lses):
+    """Right until two pieces without a key meet: -inf minus -inf."""
+    out, lse = outs[0], lses[0]
+    for more, more_lse in zip(outs[1:], lses[1:]):
+        total = torch.logaddexp(lse, more_lse)
+        out = out * (lse - total).exp()[..., None] + more * (more_lse - total).exp()[..., None]
+        lse = total
+    return out, lse
+
+
+def join_by(stable=True, weigh=True, minus=True):
+    def join(outs, lses):
+        stacked = torch.stack(lses)
+        total = stacked.logsumexp(0) if stable else stacked.exp().sum(0).log()
+        if not minus:  # piece by piece, from the difference: -inf minus -inf
+            one = stacked[len(outs) // 2]
+            total = one + (stacked - one).exp().sum(0).log()
+        weights = [(lse - total).exp()[..., None] if weigh else 1 / len(outs) for lse in lses]
+        return sum(w * out for w, out in zip(weights, outs)), total
+    return join
+
+
+def shards_by(layout="zigzag", shift="before", guard=True, places="global"):
+    def zigzag_shards(tokens, n):
+        T = len(tokens) - 1
+        if guard and T % (2 * n):
+            raise ValueError(T)
+        chunks, out = torch.arange(T - T % (2 * n)).chunk(2 * n), []
+        for r in range(n):
+            other = 2 * n - 1 - r if layout == "zigzag" else r + n
+            at = torch.cat([chunks[r], chunks[other]])
+            labels = tokens[at + 1] if shift == "before" else tokens[at].roll(-1)
+            out.append((tokens[at], labels, at if places == "global" else torch.arange(len(at))))
+        return out
+    return zigzag_shards
+
+
+def ring_by(rescale=True, mask=True, passes=None, group=True):
+    def one_rank(q, k, v, rank, n, pass_right):
+        kv, groups, out = torch.stack([k, v]), len(q) // len(k), torch.zeros_like(q)
+        lse = torch.full_like(q[..., 0], -torch.inf)
+        for step in range(n):
+            source = (rank - step) % n
+            if source <= rank:
+                keys, values = (kv.repeat_interleave(groups, 1) if group else kv.repeat(1, groups, 1, 1))
+                s = q @ keys.transpose(-1, -2) / q.shape[-1] ** 0.5
+                if source == rank and mask:
+                    s = s + torch.full_like(s, -torch.inf).triu(1)
+                more = s.logsumexp(-1)
+                total = torch.logaddexp(lse, more)
+                a, b = ((lse - total).exp(), (more - total).exp()) if rescale else (torch.ones_like(lse),) * 2
+                out, lse = out * a[..., None] + s.softmax(-1) @ values * b[..., None], total
+            if step < (n - 1 if passes is None else n + passes(rank)):
+                kv = pass_right(kv)
+        return out
+    return one_rank
+
+
+def ring_gathers(q, k, v, rank, n, pass_right):
+    kv = torch.stack([k, v])
+    parts = {rank: kv}
+    for step in range(1, n):
+        kv = pass_right(kv)
+        parts[(rank - step) % n] = kv
+    keys, values = torch.cat([parts[r] for r in range(rank + 1)], 2)
+    keys, values = (x.repeat_interleave(len(q) // len(k), 0) for x in (keys, values))
+    s = q @ keys.transpose(-1, -2) / q.shape[-1] ** 0.5
+    c = q.shape[1]
+    s = s + torch.full_like(s, -torch.inf).triu(1 + rank * c)
+    return s.softmax(-1) @ values
+
+
+def ring_by_shared_memory(q, k, v, rank, n, pass_right, shared={}):
+    """Right where ranks are played in one process; real ones share no dictionary."""
+    shared[rank] = torch.stack([k, v])
+    pass_right(q[:0])  # a barrier
+    out, lse = torch.zeros_like(q), torch.full_like(q[..., 0], -torch.inf)
+    for source in range(rank + 1):
+        keys, values = shared[source].repeat_interleave(len(q) // len(k), 1)
+        s = q @ keys.transpose(-1, -2) / q.shape[-1] ** 0.5
+        if source == rank:
+            s = s + torch.full_like(s, -torch.inf).triu(1)
+        more = s.logsumexp(-1)
+        total = torch.logaddexp(lse, more)
+        out = out * (lse - total).exp()[..., None] + s.softmax(-1) @ values * (more - total).exp()[..., None]
+        lse = total
+    pass_right(q[:0])
+    return out
+
+
+def ring_of_names(q, k, v, rank, n, pass_right):
+    """Right, but by a name of its module, which real ranks do not have."""
+    return ring_by()(q, k, v, rank, n, pass_right)
+
+
+def dispatch_by(weigh=True, softmax="chosen", add=True, everything=False):
+    def moe_rank(x, logits, k, expert, all_to_all):
+        best, n = logits.topk(k, -1), logits.shape[1]
+        values = best.values.softmax(-1) if softmax == "chosen" else logits.softmax(-1).gather(1, best.indices)
+        weights = torch.zeros_like(logits).scatter(1, best.indices, values if weigh else torch.ones_like(values))
+        chosen = torch.zeros_like(logits).scatter(1, best.indices, 1).bool() | everything
+        mine = [chosen[:, e].nonzero()[:, 0] for e in range(n)]
+        got = all_to_all([x[rows] for rows in mine])
+        back = all_to_all(list(expert(torch.cat(got)).split([len(rows) for rows in got])))
+        out = torch.zeros_like(x)
+        for e, rows in enumerate(mine):
+            part = back[e] * weights[rows, e, None]
+            out[rows] = out[rows] + part if add else part
+        return out
+    return moe_rank
+
+
 # ---- collectives
 
 def sent_by(factor=2, less=1, guard=True):
@@ -1244,6 +1492,12 @@ def ring_to_the_root(buffers, send):
         buffers[r].copy_(send(0, r, buffers[0]))
 
 
+def ring_in_new_tensors(buffers, send):
+    copies = [b.clone() for b in buffers]
+    ring_of_whole_buffers(copies, send)
+    buffers[:] = copies
+
+
 def ring_half(buffers, send):
     n = len(buffers)
     chunks = [b.tensor_split(n) for b in buffers]
@@ -1280,6 +1534,340 @@ def stuck_one_early(calls):
         if len(set(now)) > 1:
             return done + 1, now
     return None
+
+
+# ---- pipeline_parallel
+
+def micro_batches_by(ratio=lambda p, m: (p - 1) / (m + p - 1), guard=True, first=1):
+    def micro_batches(p, most):
+        if guard and p > 1 and most <= 0:
+            raise ValueError(most)
+        return next((m for m in range(first, 10_000) if p == 1 or ratio(p, m) <= most), 10_000)
+    return micro_batches
+
+
+def micro_batches_endless(p, most):
+    m = 1
+    while p > 1 and (p - 1) / (m + p - 1) > most:
+        m += 1
+    return m
+
+
+def rank_list_by(ahead=0, swap=False, drop=False):
+    def one_forward_one_backward(r, p, m):
+        warm = max(0, min(p - 1 - r + ahead, m))
+        actions = [("F", k) for k in range(warm)]
+        for k in range(m):
+            pair = ([("F", warm + k)] if warm + k < m else []) + [("B", k)]
+            actions += pair[::-1] if swap else pair
+        return actions[:-1] if drop else actions
+    return one_forward_one_backward
+
+
+def finish_time_by(hops=True, reach=True, weights=True, guard=True):
+    """hops, reach, weights: whether messages take time, waiting counts, I of the stage after is needed."""
+    def finish_time(lists, cost, hop):
+        ended, at, free, moved = {}, [0] * len(lists), [0] * len(lists), True
+        while moved:
+            moved = False
+            for r, actions in enumerate(lists):
+                while at[r] < len(actions):
+                    kind, k = actions[at[r]]
+                    needs = {"F": [("F", k, r - 1)] if r else [], "I": [("F", k, r)], "W": [("I", k, r)]}[kind]
+                    if kind == "I" and r + 1 < len(lists):
+                        needs.append(("I" if weights else "W", k, r + 1))
+                    if any(n not in ended for n in needs):
+                        break
+                    ready = [ended[n] + hop * hops * (n[2] != r) for n in needs] if reach else []
+                    ended[kind, k, r] = free[r] = cost[kind] + max([free[r], *ready])
+                    at[r], moved = at[r] + 1, True
+        if guard and any(a < len(x) for a, x in zip(at, lists)):
+            raise ValueError("forever")
+        return max(free)
+    return finish_time
+
+
+def balance_evenly(costs, p):
+    if len(costs) < p:
+        raise ValueError(p)
+    return [len(costs) // p + (i < len(costs) % p) for i in range(p)]
+
+
+def balance_greedily(costs, p):
+    if len(costs) < p:
+        raise ValueError(p)
+    sizes, left = [], list(costs)
+    for stage in range(p, 0, -1):
+        goal, n = sum(left) / stage, 1
+        while stage > 1 and len(left) - n > stage - 1 and sum(left[:n + 1]) <= goal:
+            n += 1
+        n = n if stage > 1 else len(left)
+        sizes.append(n)
+        left = left[n:]
+    return sizes
+
+
+def balance_fewest(costs, p):
+    return [len(costs) - p + 1] + [1] * (p - 1)
+
+
+def train_by(warm=lambda rank, p, m: min(p - 1 - rank, m), detach=True, average=False, weights=False,
+             leaf=True):
+    def train_rank(rank, p, stage, inputs, loss, send, recv, m):
+        held = {}
+
+        def forward(k):
+            x = inputs[k] if rank == 0 else recv(rank - 1).requires_grad_(leaf)
+            y = stage(x)
+            if rank == p - 1:
+                y = loss(y, k) / (m if average else 1)
+            else:
+                send(rank + 1, y.detach() if detach else y)
+            held[k] = x, y
+
+        def backward(k):
+            x, y = held.pop(k)
+            y.backward(None if rank == p - 1 else recv(rank + 1))
+            if rank:
+                send(rank - 1, x.grad)
+                if weights:
+                    send(rank - 1, torch.cat([q.grad.flatten() for q in stage.parameters()]))
+
+        ahead = warm(rank, p, m)
+        for k in range(ahead):
+            forward(k)
+        for k in range(m):
+            if ahead + k < m:
+                forward(ahead + k)
+            backward(k)
+    return train_rank
+
+
+def train_without_sending(rank, p, stage, inputs, loss, send, recv, m):
+    for k in range(m):
+        x = inputs[k] if rank == 0 else torch.zeros(3, 4, dtype=torch.float64)
+        y = stage(x)
+        (loss(y, k) if rank == p - 1 else y.sum()).backward()
+
+
+# ---- tensor_parallel
+
+
+def parameters_by(norms=2, copied=True, guard=True, cut=True):
+    def rank_parameters(width, heads, kv_heads, hidden, ranks):
+        uneven = heads % ranks or hidden % ranks or (kv_heads % ranks and ranks % kv_heads)
+        if guard and uneven:
+            raise ValueError(heads)
+        kv = 2 * width * (width // heads) * kv_heads
+        kv = kv // min(ranks, kv_heads) if copied else kv // ranks
+        return (2 * width * width + 3 * width * hidden) // (ranks if cut else 1) + kv + norms * width
+    return rank_parameters
+
+
+def heads_by(kv=lambda q, r, ranks, heads, kv_heads: q * kv_heads // heads, strided=False):
+    def heads_of(rank, ranks, heads, kv_heads):
+        each = heads // ranks
+        queries = list(range(rank, heads, ranks) if strided else range(rank * each, (rank + 1) * each))
+        return queries, sorted({kv(q, rank, ranks, heads, kv_heads) for q in queries})
+    return heads_of
+
+
+def rows_by(bias="after", reduced="y"):
+    def row_parallel(xs, weights, b, all_reduce):
+        if bias == "detached":
+            return [y + b.detach() for y in all_reduce([x @ w.T for x, w in zip(xs, weights)])]
+        if reduced == "by hand":
+            return [sum(x @ w.T for x, w in zip(xs, weights)) + b] * len(xs)
+        share = {"after": 0, "each": b, "share": b / len(xs), "first": None}[bias]
+        ys = [x @ w.T + (b if r == 0 else 0) if share is None else x @ w.T + share
+              for r, (x, w) in enumerate(zip(xs, weights))]
+        if reduced == "nothing":
+            return [y + b for y in ys]
+        if reduced == "twice":
+            ys = [y / len(ys) for y in all_reduce(ys)]
+        return [y + b if bias == "after" else y for y in all_reduce(ys)]
+    return row_parallel
+
+
+def loss_by(maximum="group", target="mine", gather=False):
+    def cross_entropy(logits, targets, all_reduce):
+        n, words = len(logits), logits[0].shape[1]
+        if gather:
+            padded = [torch.nn.functional.pad(part, (r * words, (n - 1 - r) * words))
+                      for r, part in enumerate(logits)]
+            return torch.nn.functional.cross_entropy(all_reduce(padded, "sum")[0], targets)
+        most = {"group": lambda: all_reduce([part.amax(1) for part in logits], "max"),
+                "own": lambda: [part.amax(1) for part in logits],
+                "none": lambda: [torch.zeros(len(targets))] * n}[maximum]()
+        sums = []
+        if target == "joined":
+            exp = all_reduce([(part - most[r][:, None]).exp().sum(1) for r, part in enumerate(logits)], "sum")[0]
+            return (exp.log() + most[0] - torch.cat(logits, 1).gather(1, targets[:, None])[:, 0]).mean()
+        for r, part in enumerate(logits):
+            here = targets - r * words
+            mine = (here >= 0) & (here < words)
+            own = part.gather(1, here.clamp(0, words - 1)[:, None])[:, 0]
+            own = own.where(mine, 0) if target == "mine" else own
+            sums.append(torch.stack([(part - most[r][:, None]).exp().sum(1), own]))
+        exp, own = all_reduce(sums, "sum")[0]
+        return (exp.log() + most[0] - own).mean()
+    return cross_entropy
+
+
+def mlp_by(gathers=1, scatter=True, rows_first=False):
+    def mlp(xs, ups, downs, all_gather, reduce_scatter):
+        for _ in range(gathers - 1):
+            all_gather(xs)
+        whole = all_gather(xs) if gathers else xs
+        wide = [torch.nn.functional.gelu(x @ up) for x, up in zip(whole, ups)]
+        parts = [w @ down for w, down in zip(wide, downs)]
+        if scatter == "by hand":
+            return list(sum(parts).chunk(len(xs)))
+        if not gathers:
+            return parts
+        return reduce_scatter(parts) if scatter else [p.chunk(len(xs))[r] for r, p in enumerate(parts)]
+    return mlp
+
+
+def norm_by(copies=True, send=True, root=True, apart=False, in_place=False, early=False):
+    def norm_of_all(grads, counts):
+        if early:
+            grads = [g.sum() for g in grads]
+        squares = [(g.square_() if in_place else g.square()).sum() / (c if copies else 1)
+                   for g, c in zip(grads, counts)]
+        if apart:
+            for s in squares:
+                dist.all_reduce(s)  # noqa: F821: runs on ranks
+            return sum(squares).sqrt()
+        total = sum(squares) if root else sum(squares).sqrt()
+        if send:
+            dist.all_reduce(total)  # noqa: F821
+        return total.sqrt() if root else total
+    return norm_of_all
+
+
+def pair_by(begin=1, end=0, times=1):
+    def cut_pair(x, up, down):
+        class Begin(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                return x.view_as(x)
+
+            @staticmethod
+            def backward(ctx, grad):
+                total = grad.clone()
+                for _ in range(begin):
+                    dist.all_reduce(total)  # noqa: F821
+                return total
+
+        class End(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, partial):
+                total = partial / world_size ** (times - 1)  # noqa: F821
+                for _ in range(times):
+                    dist.all_reduce(total)  # noqa: F821
+                return total
+
+            @staticmethod
+            def backward(ctx, grad):
+                total = grad.clone()
+                for _ in range(end):
+                    dist.all_reduce(total)  # noqa: F821
+                return total
+
+        return End.apply(F.gelu(Begin.apply(x) @ up) @ down)  # noqa: F821
+    return cut_pair
+
+
+# ---- composing
+
+def groups_by(stride=lambda shape, axis: 1, guard=True):
+    def mesh_groups(shape, axis):
+        if guard and not 0 <= axis < len(shape):
+            raise ValueError(axis)
+        step, n, total = stride(shape, axis), shape[axis], 1
+        for size in shape:
+            total *= size
+        return [[f + k * step for k in range(n)] for f in range(total) if f // step % n == 0]
+    return mesh_groups
+
+
+def axis_stride(shape, axis):
+    step = 1
+    for size in shape[axis + 1:]:
+        step *= size
+    return step
+
+
+def first_is_near(shape, axis):
+    return axis_stride(shape[::-1], len(shape) - 1 - axis)
+
+
+def idle_by(whole=lambda m, bubble: m + bubble, guard=True, interleave=True):
+    def idle_share(batch, dp, micro, pp, chunks):
+        if guard and batch % (dp * micro):
+            raise ValueError(batch)
+        bubble = (pp - 1) / (chunks if interleave else 1)
+        return bubble / whole(batch // (dp * micro), bubble)
+    return idle_share
+
+
+def items_by(place=lambda rank, shape: rank // (shape[1] * shape[2]), parts=lambda s: s[0],
+             guard=True):
+    def items_of(rank, shape, order, batch, step):
+        if guard and batch % shape[0]:
+            raise ValueError(batch)
+        each = batch // parts(shape)
+        start = step * batch + place(rank, shape) * each
+        return order[start:start + each]
+    return items_of
+
+
+def mend_by(partial=True, mean=True, split_too=False, quiet=False):
+    def mend(grads, kinds, all_reduce):
+        dp, tp = len(grads), len(grads[0])
+        for name, kind in kinds.items():
+            if partial and (kind == "partial" or split_too):
+                for row in grads:
+                    all_reduce([row[t][name] for t in range(tp)])
+            for t in range(tp):
+                column = [grads[d][t][name] for d in range(dp)]
+                if quiet:
+                    total = sum(g.clone() for g in column)
+                    [g.copy_(total) for g in column]
+                else:
+                    all_reduce(column)
+                for g in column:
+                    g /= dp if mean else 1
+    return mend
+
+
+def mend_twice(grads, kinds, all_reduce):
+    mend_by()(grads, kinds, all_reduce)
+    for row in grads:  # the same numbers once more: right, and needless
+        for t in range(len(row)):
+            for name in kinds:
+                column = [grads[d][t][name] for d in range(len(grads))]
+                all_reduce(column)
+                for g in column:
+                    g /= len(grads)
+
+
+def plan_by(bubble=1, fits=True, divide=True, pick=min):
+    def quickest_plan(layers, states, layer_seconds, gpus, room, batch):
+        plans = []
+        for tp in (1, 2, 4, 8):
+            for pp in range(1, layers + 1):
+                if gpus % (tp * pp) or layers % pp:
+                    continue
+                dp = gpus // (tp * pp)
+                if (divide and batch % dp) or (fits and states / (tp * pp) > room):
+                    continue
+                layer = layer_seconds / tp * (1 + 0.05 * (tp - 1))
+                plans.append(((batch // dp + bubble * (pp - 1)) * (layers // pp) * layer,
+                              tp, pp, dp))
+        return pick(plans, default=None)
+    return quickest_plan
 
 
 WRONG = {
@@ -1459,13 +2047,127 @@ WRONG = {
         (crossing_by(more=lambda n, steps: steps - 2), "crossing("), (lambda n, a, b: a / b, "crossing(1")],
     "collectives-3": [
         (ring_without_sending, "nothing was sent"), (ring_of_whole_buffers, "numbers in"),
-        (ring_to_the_root, "not its right neighbor"), (ring_half, "does not have the sum")],
+        (ring_to_the_root, "not its right neighbor"), (ring_half, "[1] are right"),
+        (ring_in_new_tensors, "in new tensors")],
     "collectives-4": [
-        (levels_by(piece=False), "two_levels(4"), (levels_by(phases=1), "two_levels(4"),
-        (levels_by(swap=True), "two_levels(4")],
+        (levels_by(piece=False), "two_levels(2"), (levels_by(phases=1), "two_levels(1, 8"),
+        (levels_by(swap=True), "two_levels(1, 8")],
     "collectives-5": [
         (stuck_by_length, "another order"), (stuck_by_zip, "one batch fewer"),
         (stuck_one_early, "another order"), (lambda calls: (0, []), "all finish")],
+    "pipeline_parallel-1": [
+        (micro_batches_by(lambda p, m: (p - 1) / m), "micro_batches(4"),
+        (micro_batches_by(lambda p, m: p / (m + p)), "micro_batches(4"),
+        (micro_batches_by(lambda p, m: 1e-9 + (p - 1) / (m + p - 1)), "micro_batches(4, 0.5)"),
+        (micro_batches_by(guard=False), "should be a ValueError"), (micro_batches_by(first=2), "micro_batches(1"),
+        (micro_batches_endless, "micro_batches(4, 0): no answer within")],
+    "pipeline_parallel-2": [
+        (lambda r, p, m: [(k, i) for k in "FB" for i in range(m)], "rank 0 holds 8"),
+        (rank_list_by(ahead=1), "holds"), (rank_list_by(ahead=-1), "GPipe takes"),
+        (rank_list_by(swap=True), "waiting forever"), (rank_list_by(drop=True), "one F and one B")],
+    "pipeline_parallel-3": [
+        (finish_time_by(hops=False), "hop = 3"), (finish_time_by(reach=False), "s.zero_bubble(2, 3, 1), F = 1"),
+        (finish_time_by(weights=False), "s.zero_bubble(2, 3, 1), F = 1"),
+        (finish_time_by(guard=False), "should be a ValueError")],
+    "pipeline_parallel-4": [
+        (balance_evenly, "the slowest stage"), (balance_greedily, "the slowest stage"),
+        (balance_fewest, "balance([1, 1"), (lambda costs, p: [len(costs)], "stages of at least one layer")],
+    "pipeline_parallel-5": [
+        (train_by(warm=lambda rank, p, m: m), "micro-batches at once"),
+        (train_by(detach=False), "is a detach missing"),
+        (train_by(leaf=False), "sent None"), (train_by(average=True), "another gradient"),
+        (train_by(warm=lambda rank, p, m: 0), "never held more than 1"),
+        (train_by(weights=True), "p = 2, m = 3, rank 0: your code raised"),
+        (train_without_sending, "p = 2, m = 3: rank 0 has another gradient"),
+        (lambda *given: sum(given[1:1]), "rank 0 ended without gradients")],
+    "context_expert_parallel-1": [
+        (share_by(diagonal=1), "contiguous, 2 ranks"), (share_by(diagonal=0), "contiguous"),
+        (share_by(source=lambda r, step, n: r), "contiguous"),
+        (share_by(per=lambda units: sum(units) / len(units)), "contiguous, 2 ranks"),
+        (lambda owners: len(owners) / (2 * len(owners) - 1), "zigzag, 2 ranks"),
+        (share_without_steps, "mixed, 3 ranks")],
+    "context_expert_parallel-2": [
+        (join_by(weigh=False), "three pieces, outputs"), (join_by(stable=False), "scores near 800"),
+        (join_by(minus=False), "no key of the second piece"),
+        (join_one_by_one, "no key of the first two pieces"),
+        (lambda outs, lses: (join_by()(outs, lses)[0], sum(lses)), "logarithms")],
+    "context_expert_parallel-3": [
+        (shards_by(layout="dealt"), "rank 0's inputs"), (shards_by(shift="after"), "rank 0's labels"),
+        (shards_by(places="local"), "rank 0's places"), (shards_by(guard=False), "should be a ValueError"),
+        (lambda tokens, n: [[x.tolist() for x in y] for y in shards_by()(tokens, n)], "should be a tensor")],
+    "context_expert_parallel-4": [
+        (ring_by(rescale=False), "off by"), (ring_by(mask=False), "off by"),
+        (ring_by(passes=lambda rank: 0), "are enough"), (ring_by(passes=lambda rank: -1 - (rank == 0)), "waited"),
+        (ring_by(group=False), "4 query and 2"), (ring_gathers, "keep no more than"),
+        (ring_by_shared_memory, "3 real ranks"), (ring_of_names, "anything else inside it")],
+    "context_expert_parallel-5": [
+        (dispatch_by(weigh=False), "off by"), (dispatch_by(softmax="all"), "off by"),
+        (dispatch_by(add=False), "2 experts a token"), (dispatch_by(everything=True), "numbers; its slots")],
+    "tensor_parallel-1": [
+        (parameters_by(norms=0), "rank_parameters(64"), (parameters_by(copied=False), "rank_parameters(64, 8, 2"),
+        (parameters_by(guard=False), "should be a ValueError"), (parameters_by(cut=False), "rank_parameters(64")],
+    "tensor_parallel-2": [
+        (heads_by(kv=lambda q, r, ranks, heads, kv_heads: r % kv_heads), "heads_of("),
+        (heads_by(kv=lambda q, r, ranks, heads, kv_heads: q % kv_heads), "heads_of("),
+        (heads_by(strided=True), "heads_of("), (lambda *a: 3, "expected two lists")],
+    "tensor_parallel-3": [
+        (rows_by("each"), "2 ranks: rank 0 is off"), (rows_by("share"), "2 ranks: on rank 0 the gradient"),
+        (rows_by("detached"), "1 ranks: on rank 0 the gradient"),
+        (rows_by(reduced="by hand"), "all_reduce was not used"),
+        (rows_by(reduced="nothing"), "2 ranks: rank 0 is off"), (rows_by(reduced="twice"), "are enough")],
+    "tensor_parallel-4": [
+        (loss_by(maximum="none"), "logits in thousands"), (loss_by(maximum="own"), "2 ranks"),
+        (loss_by(target="all"), "2 ranks"), (loss_by(gather=True), "3 a token are enough"),
+        (loss_by(target="joined"), "only 12 numbers")],
+    "tensor_parallel-5": [
+        (mlp_by(scatter="by hand"), "reduce_scatter was not used"),
+        (mlp_by(gathers=2), "are enough"), (mlp_by(scatter=False), "2 ranks: rank 0 is off"),
+        (mlp_by(gathers=0), "2 ranks: rank 0 is off")],
+    "tensor_parallel-6": [
+        (norm_by(copies=False), "one whole weight"), (norm_by(send=False), "one cut weight"),
+        (norm_by(root=False), "one cut weight"), (norm_by(apart=True), "are enough"),
+        (norm_by(in_place=True), "were changed"), (norm_by(early=True), "two numbers in a weight")],
+    "tensor_parallel-7": [
+        (pair_by(begin=0), "the gradient of x"), (pair_by(end=1), "the gradient of x"),
+        (pair_by(times=0), "the output"), (pair_by(times=2), "are enough")],
+    "data_parallel-1": [
+        (held_by(guard=False), "should be a ValueError"), (held_by(units=False), "held_bytes([10, 7, 3], 4, 1)"),
+        (held_by(gradients=1), "held_bytes([64], 4, 1)"), (held_by(weights=2), "held_bytes([64], 4, 2)")],
+    "data_parallel-2": [
+        (step_by(guard=False), "should be a ValueError"), (step_by(less=0), "step_bytes('ddp', 1600, 8, 1)"),
+        (step_by(zero_2=lambda k: 2), "step_bytes('zero-2', 1600, 8, 4)"),
+        (step_by(zero_3=lambda k: 2 * k + 1), "step_bytes('zero-3', 1600, 8, 4)")],
+    "data_parallel-3": [
+        (zero_by(mean=False), "another momentum"), (zero_by(pad=False), "2 ranks, 5 parameters: reduce_scatter takes"),
+        (zero_by(decay=1.0), "another momentum"), (zero_by(gather=False), "both collectives are needed")],
+    "data_parallel-4": [
+        (mean_of_means, "3, 5 and 0 targets: a gradient of rank 0 is off by"),
+        (each_by_itself, "called all_reduce, all_reduce"), (forgets_the_empty_rank, "3, 5 and 0 targets: rank 2"),
+        (nan_where_none, "is off by nan")],
+    "data_parallel-5": [
+        (linear_by(keep=True), "expected one all_gather"), (linear_by(reduce=False), "and a reduce_scatter"),
+        (linear_by(mean=2), "shard.grad of rank 0 is not"), (linear_without_backward, "shard.grad of rank 0 is None"),
+        (lambda x, shard: x @ shard.T, "output of rank 0 is [4, 3], expected [4, 6]")],
+    "composing-1": [
+        (groups_by(), "mesh_groups((2, 2, 2), 0)"), (groups_by(first_is_near), "mesh_groups((2, 2, 2), 0)"),
+        (groups_by(axis_stride, guard=False), "mesh_groups((2, 2), "),
+        (lambda shape, axis: [[0]], "mesh_groups(")],
+    "composing-2": [
+        (idle_by(whole=lambda m, bubble: m), "idle_share(1024"), (idle_by(guard=False), "ValueError"),
+        (idle_by(interleave=False), "idle_share(2048")],
+    "composing-3": [
+        (items_by(place=lambda rank, shape: rank), "items_of("),
+        (items_by(place=lambda rank, shape: rank % shape[0]), "items_of("),
+        (items_by(parts=lambda s: s[0] * s[1] * s[2]), "items_of("),
+        (items_by(guard=False), "ValueError")],
+    "composing-4": [
+        (mend_by(partial=False), "gradient of 'norm' (partial)"), (mend_by(mean=False), "gradient of"),
+        (mend_by(split_too=True), "gradient of 'up' (split)"), (mend_twice, "are enough"),
+        (mend_by(quiet=True), "sent 0 tensors")],
+    "composing-5": [
+        (plan_by(bubble=0), "quickest_plan("), (plan_by(fits=False), "quickest_plan("),
+        (plan_by(pick=max), "quickest_plan("), (plan_by(divide=False), "quickest_plan("),
+        (lambda *a: plan_by()(*a) or (0, 1, 1, 1), "expected None")],
 }
 
 
