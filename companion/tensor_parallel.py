@@ -322,28 +322,35 @@ def _cut_block(block, c, rank, n, group, sequence):
         whole = getattr(attention, name)
         setattr(attention, name, ColumnLinear(whole, rank * pieces // n, pieces, n // pieces))
     if pieces < n:
-        sharers = _sharers(group, n, pieces)
-        _sum_gradient(attention.k.weight, sharers)
-        _sum_gradient(attention.v.weight, sharers)
+        peers = _sharers(group, n, pieces)
+        for part in attention.k, attention.v:
+            part.weight.register_hook(lambda grad: _sum_among(grad, peers, group))
     attention.o = RowLinear(attention.o, group, sequence)
     mlp.gate, mlp.up = ColumnLinear(mlp.gate, rank, n), ColumnLinear(mlp.up, rank, n)
     mlp.down = RowLinear(mlp.down, group, sequence)
 
 
-_groups = {}  # made once for each group, since making one is a collective
-
-
 def _sharers(group, n, pieces):
-    """The ranks that hold the same key/value head as this one."""
-    if pieces == 1:
-        return group
+    """The other ranks, by global number, that hold the same key/value head as this one."""
+    each, rank = n // pieces, dist.get_rank(group)
+    first = rank // each * each
     whole = group if group is not None else dist.group.WORLD
-    ranks = tuple(dist.get_process_group_ranks(whole))
-    if (whole, pieces) not in _groups:
-        each = n // pieces
-        mine = [ranks[i:i + each] for i in range(0, n, each)][dist.get_rank(group) // each]
-        _groups[whole, pieces] = dist.new_group(mine, use_local_synchronization=True)
-    return _groups[whole, pieces]
+    return [dist.get_global_rank(whole, r) for r in range(first, first + each) if r != rank]
+
+
+def _sum_among(gradient, peers, group):
+    """The sum over this rank and ``peers``, added in one order, so with equal bits on all.
+
+    Point to point: a group of their own would have to be made by every rank of the world.
+    """
+    parts = {p: torch.empty_like(gradient).contiguous() for p in peers}
+    parts[dist.get_rank()] = own = gradient.contiguous()
+    work = dist.batch_isend_irecv([
+        dist.P2POp(*what, p, group) for p in peers
+        for what in ((dist.isend, own), (dist.irecv, parts[p]))])
+    for w in work:
+        w.wait()
+    return sum(parts[p] for p in sorted(parts))
 
 
 def _entering(module, group, sequence, regather):

@@ -29,16 +29,19 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 MEMORY = 15_828_320_256
 if torch.cuda.is_available():
-    real = torch.cuda.get_device_properties(0).total_memory
+    properties = torch.cuda.get_device_properties(0)
+    real, uuid = properties.total_memory, properties.uuid
     real_name = torch.cuda.get_device_name()
     torch.cuda.set_per_process_memory_fraction(MEMORY / real)
+else:
+    uuid = None
 sys.modules["triton"] = None  # importing it fails
 torch.cuda.device_count = lambda: 1
 torch.cuda.get_device_capability = lambda *_: (7, 5)
 torch.cuda.is_bf16_supported = lambda *_, **__: True  # by emulation, as a T4 answers
 torch.cuda.get_device_name = lambda *_: "Tesla T4"
 torch.cuda.get_device_properties = lambda *_: types.SimpleNamespace(
-    name="Tesla T4", major=7, minor=5, total_memory=MEMORY, multi_processor_count=40,
+    name="Tesla T4", major=7, minor=5, total_memory=MEMORY, multi_processor_count=40, uuid=uuid,
     L2_cache_size=4 * 2**20, shared_memory_per_multiprocessor=64 * 2**10, warp_size=32,
     shared_memory_per_block=48 * 2**10, shared_memory_per_block_optin=64 * 2**10,
     regs_per_multiprocessor=65536, max_threads_per_multi_processor=1024)
