@@ -40,7 +40,7 @@ def parser():
     for f in fields(Job):
         flag = "--" + f.name.replace("_", "-")
         if f.type is bool:
-            p.add_argument(flag, action="store_true")
+            p.add_argument(flag, action="store_true", help=f.metadata.get("help"))
         else:
             convert = {int: int, float: _number}.get(f.type, str)
             default = f.default if f.default is not MISSING else None

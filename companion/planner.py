@@ -49,6 +49,8 @@ class Job:
     accumulate: int = 1             # micro-batches in a step
     in_backward: bool = False       # each gradient is applied as it comes, and freed
     varied: bool = False            # sequences of all lengths up to ``sequence``
+    packing: bool = field(default=False, metadata={
+        "help": "sequences are full of documents that do not see each other"})
     checkpointing: bool = False     # keep only each layer's input
     attention: str = "sdpa"         # eager, sdpa or flash
     loss: str = "plain"             # plain, narrow (in the logits' own type), fused or chunked
@@ -240,6 +242,11 @@ def _check_job(job):
                          "buffer can hold it")
     if job.training and (job.new_tokens or job.paged):
         raise ValueError("new tokens and pages belong to inference")
+    if job.packing and not job.training:
+        raise ValueError("packing belongs to training; an engine's pages need none")
+    if job.packing and job.varied:
+        raise ValueError("packing fills every sequence to the same length, so lengths are not "
+                         "varied: choose one of the two")
     if not job.training and (job.shard or job.checkpointing or job.accumulate > 1):
         raise ValueError("inference knows no shard stage, checkpointing or accumulation")
 

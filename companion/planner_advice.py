@@ -31,6 +31,8 @@ def training_changes(model, job):
     """(what, cost, options) for training, cheapest first."""
     if job.attention == "eager":
         yield "fused attention", "faster", {"attention": "sdpa"}
+    if job.packing and job.attention != "flash" and job.recipe != "fp32":
+        yield "FlashAttention, which takes no mask", "faster", {"attention": "flash"}
     if job.optimizer == "adamw":
         yield "fused AdamW", "no slower", {"optimizer": "adamw-fused"}
     if job.loss == "plain":

@@ -298,6 +298,7 @@ def groups():
                 fused="fused kernels")),
             Field("in_backward", "Each gradient applied and freed in the backward pass"),
             Field("varied", "Sequences of all lengths up to that one"),
+            Field("packing", "Packing: sequences full of documents that do not see each other"),
         ), TRAINING, open=True),
         Group("Adapters", (
             Field("rank", "Rank"),

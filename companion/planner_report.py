@@ -29,6 +29,7 @@ def describe(model, job):
         what += ["checkpointing"] * job.checkpointing
         what += [f"{job.loss} loss"] * (job.loss != "plain")
         what += ["updates in backward"] * job.in_backward + ["varied lengths"] * job.varied
+        what += ["packed documents"] * job.packing
         what += ["whole gradients"] * job.whole_gradients
     else:
         what.append(f"{job.batch} x ({job.sequence} + {job.new_tokens}) tokens")

@@ -64,6 +64,11 @@ class Walk:
 
     # -- parts --
 
+    @property
+    def positions(self):
+        """Positions in a batch, which sequences share unless each is packed in its own way."""
+        return self.s * (self.b if self.job.packing else 1)
+
     def weight(self, n, trainable=None, item=None):
         trainable = self.full if trainable is None else trainable
         item = item or self.item
@@ -212,7 +217,12 @@ class Walk:
         return t.cast(out, x.item)
 
     def attend(self, q, k, v, windowed):
-        """Attention from q [b, a, s, d] and k, v [b, kv, s', d] to [b, s, a, d]."""
+        """Attention from q [b, a, s, d] and k, v [b, kv, s', d] to [b, s, a, d].
+
+        A packed batch has a mask, with which PyTorch has neither its flash kernel nor
+        ``is_causal``. Its memory-efficient kernel and cuDNN's take one (see ``_bias``), if a
+        head's row is a multiple of 16 bytes.
+        """
         t, job = self.tape, self.job
         rep, keys = self.a // self.k, self.s + self.past
         decoding = self.past > 0
@@ -220,16 +230,33 @@ class Walk:
         if job.attention == "eager":
             return self._attend_eager(q, k, v, keys)
         narrow = job.autocast or q.item == 2
-        if job.attention == "sdpa" and not narrow and rep > 1 and not masked:
+        item = 2 if narrow else 4
+        dense = job.attention == "sdpa" and job.packing
+        bias = self._bias(item, keys) if dense else None
+        row = q.n // (self.rows * self.a) * item
+        no_kernel = row % 16 > 0 if dense else not narrow and rep > 1 and not masked
+        if job.attention == "sdpa" and no_kernel:
             return self._attend_math(q, k, v, keys)
-        if rep > 1 and masked:  # kernels that take a mask want as many key heads as queries
+        if rep > 1 and (masked or dense):  # Hugging Face repeats key heads beside a mask
             k, v = (t.copy(x, x.n * rep) for x in (k, v))
             rep = 1
-        y = t.attention(q, k, v, self.rows * self.a, rep)
+        y = t.attention(q, k, v, self.rows * self.a, rep, bias)
         # the output has the layout of q: heads before positions after a cat, and then the
         # step back to positions before heads is a copy
         joined = self.m.family in ("phi3", "gpt_neox", "phi", "companion") and narrow
-        return t.copy(y) if joined or masked else y
+        return t.copy(y) if joined or masked and not dense else y
+
+    def _bias(self, item, keys):
+        """[b, 1, s, keys]: a bool mask as numbers of the query's type, made by each layer anew.
+
+        Its backward pass needs it, so each layer keeps one; heads share it. Rows are padded to
+        a multiple of 16 numbers, in another copy.
+
+        Source: convert_boolean_attn_mask and preprocess_mask in ATen's attention.cpp.
+        """
+        rows = self.b * self.s
+        bias = self.tape.tensor(rows * keys, item)
+        return self.tape.tensor(rows * -(-keys // 16) * 16, item) if keys % 16 else bias
 
     def _attend_eager(self, q, k, v, keys):
         t, b, s, rep = self.tape, self.b, self.s, self.a // self.k
@@ -247,7 +274,7 @@ class Walk:
             w = t.map(w)
         if s > 1 or self.past:
             mask = t.tensor(0, self.job.mask_bytes)
-            mask.n = self.s * keys
+            mask.n = self.positions * keys
             w = t.add(w, mask)
         if self.m.family == "gpt2":
             w = t.softmax(t.cast(w, 4) if self.job.autocast else w)
@@ -259,15 +286,22 @@ class Walk:
         return t.copy(t.matmul(w, lined(v, rep == 1), q.n))
 
     def _attend_math(self, q, k, v, keys):
-        """What fused attention falls back to in fp32 with grouped queries."""
+        """What fused attention falls back to, all in fp32, where no kernel takes the inputs.
+
+        In fp32 with grouped queries, or beside a mask with heads of unusual sizes.
+        """
         t, rep, scores_n = self.tape, self.a // self.k, self.rows * self.a * keys
+        item = 2 if t.autocast else q.item
+        t.autocast, autocast = False, t.autocast
+        q, k, v = (t.cast(t.cast(x, item), 4) for x in (q, k, v))
         q = t.map(q)
         k, v = t.copy(k, k.n * rep), t.copy(v, v.n * rep)
         k = t.map(k)
         w = t.matmul(q, k, scores_n)
         w = t.softmax(w)
-        out = t.matmul(w, v, q.n)
-        return t.copy(out)
+        out = t.copy(t.cast(t.matmul(w, v, q.n), item))
+        t.autocast = autocast
+        return out
 
     def remember(self, k, v, layer):
         """The cache: grown by concatenation, so the old and the new one meet for a moment."""
@@ -491,19 +525,14 @@ class Walk:
         if m.is_gemma:
             x = t.map(x)
         if m.positions:
-            places = t.embedding(self.weight(m.positions * m.hidden), self.s, m.hidden)
+            places = t.embedding(self.weight(m.positions * m.hidden), self.positions, m.hidden)
             x = t.drop(t.add(x, places))
             del places
-        tables = [t.tensor(self.s * m.head_dim, 4 if m.family == "companion" else x.item)
+        item = 4 if m.family == "companion" else x.item
+        width = m.latent.rope if m.latent else m.head_dim
+        tables = [t.tensor(self.positions * width, item)
                   for _ in range(2)] if m.family != "gpt2" else [None]
-        masks = []
-        if job.attention == "eager" or (m.window and m.window < self.s and not self.past):
-            keys = self.s + self.past
-            item = job.mask_bytes if job.attention == "eager" else 1
-            masks.append(t.tensor(self.s * keys, item))
-            if m.family in ("gemma2", "gemma3"):
-                masks.append(t.tensor(self.s * keys, item))
-        self.held = (tables, masks)
+        self.held = (tables, self._masks())
         embedded = x  # a variable of the model's forward, until that returns
         gathered, reduced = self.layer_traffic()
         t.change("gathered", gathered)
@@ -521,6 +550,29 @@ class Walk:
             x = self.norm(x, m.hidden)
         del embedded
         return x
+
+    def _masks(self):
+        """What tells layers who sees whom; made once, held until the forward pass is over.
+
+        Packed sequences have position ids that begin again with each document. FlashAttention
+        gets the documents' ends (cu_seqlens, int32) and no mask. PyTorch's attention gets a bool
+        mask [b, 1, s, s], and eager attention numbers of that shape, which it adds to scores.
+
+        Source: masking_utils.py of Hugging Face; packing in TRL and torchtune is alike.
+        """
+        t, m, job = self.tape, self.m, self.job
+        masks = []
+        if job.packing:
+            masks.append(t.tensor(self.b * self.s, 8))
+        if job.packing and job.attention == "flash":
+            return masks + [t.tensor(1, 4)]
+        windowed = m.window and m.window < self.s and not self.past
+        if job.attention == "eager" or windowed or job.packing:
+            keys = self.s + self.past
+            item = job.mask_bytes if job.attention == "eager" else 1
+            for _ in range(2 if m.family in ("gemma2", "gemma3") else 1):  # with a window, without
+                masks.append(t.tensor(self.positions * keys, item))
+        return masks
 
     # -- data parallel copies: DDP --
 
@@ -789,9 +841,11 @@ def forward_backward(walk, close=lambda name: None):
         tape.end_autocast()
         tape.change("weight casts", -walk.ghost_casts)
     close("loss")
-    walk.held = None
+    if not (job.packing and job.checkpointing):
+        walk.held = None  # layers that run again get masks again; without packing left out
     tape.where = "head and loss"
     tape.backward(loss)
+    walk.held = None
     del loss
     if walk.sharded:
         walk.reduce_root()

@@ -370,8 +370,10 @@ class Tape:
 
         return self.op(out, [x, *leaves], back, [x, stats])
 
-    def attention(self, q, k, v, rows, expand=1):
+    def attention(self, q, k, v, rows, expand=1, bias=None):
         """Fused attention: saves q, k, v, its output and a log-sum-exp per query and head.
+
+        bias: what is added to the scores, for a mask; saved too.
 
         Backward accumulates dq in fp32; with grouped queries (``expand`` query heads to a
         key head) it first writes dk and dv for every query head.
@@ -392,7 +394,8 @@ class Tape:
             del extra
             return grads
 
-        return self.op(out, [q, k, v], back, [q, k, v, out, lse])
+        saved = [q, k, v, out, lse] + [bias] * (bias is not None)
+        return self.op(out, [q, k, v], back, saved)
 
     def embedding(self, w, tokens, hidden):
         out, ids = self.tensor(tokens * hidden, w.item), self.tensor(tokens, 8)

@@ -13,7 +13,7 @@ from importlib import resources
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from companion import cli, planner, planner_models, planner_steps
@@ -617,6 +617,143 @@ def test_varied_lengths_leave_blocks_that_longer_ones_cannot_use():
     assert varied > 1.5 * one
 
 
+def _block(nbytes):
+    return -(-nbytes // 512) * 512
+
+
+def _packed(model=TINY, packing=True, **options):
+    """(bytes of activations, of masks and position ids) when the forward pass ends."""
+    tape = Tape()
+    walk = Walk(model, Job(**{"sequence": 512, "batch": 3, "packing": packing, **options}), tape)
+    x = walk.hidden_states()
+    kept, before = tape.live["activations"], tape.total
+    walk.held[1].clear()
+    return kept * bool(x), before - tape.total
+
+
+@pytest.mark.parametrize("sequence, padded", [(512, 512), (200, 208), (1, 16)])
+@pytest.mark.parametrize("recipe, item", [("bf16", 2), ("fp32", 4)])
+def test_each_layer_keeps_its_mask_as_numbers(sequence, padded, recipe, item):
+    """[b, 1, s, s] for all heads, rows padded to 16; eager attention and flash keep none."""
+    model, b = replace(TINY, kv_heads=TINY.heads), 3
+    options = dict(recipe=recipe, sequence=sequence, batch=b)
+    kept = {(a, p): _packed(model, p, attention=a, **options)[0]
+            for a in ("eager", "sdpa", "flash") for p in (True, False)}
+    positions = _block(b * sequence * TINY.head_dim * item) - _block(sequence * 32 * item)
+    more = {a: kept[a, True] - kept[a, False] - positions for a in ("eager", "sdpa", "flash")}
+    assert more == {"eager": 0, "flash": 0,
+                    "sdpa": TINY.layers * _block(b * sequence * padded * item)}
+
+
+@pytest.mark.parametrize("family, masks", [("llama", 1), ("gemma2", 2)])
+@pytest.mark.parametrize("attention, item", [("sdpa", 1), ("eager", 2)])
+def test_masks_that_layers_share(family, masks, attention, item):
+    """[b, 1, s, s]: a byte each, or two to be added to scores. Position ids are int64."""
+    model = replace(TINY, family=family)
+    ids = 3 * 512 * 8
+    assert _packed(model, attention=attention)[1] == ids + masks * 3 * 512 * 512 * item
+    assert _packed(model, attention="flash")[1] == ids + 512
+
+
+def test_flash_attention_needs_ends_of_documents_only():
+    """Ids and positions, nothing that grows with the square of the length."""
+    for sequence in (512, 4096):
+        options = dict(method="lora", attention="flash", batch=2, sequence=sequence)
+        plans = [plan("llama-3-8b", **options, packing=p) for p in (False, True)]
+        more = 2 * sequence * 8 + 2 * sequence * 128 * 2 + 512
+        for a, b in zip(*(p.moments for p in plans)):
+            assert 0 <= b.total - a.total <= more
+
+
+def test_checkpointed_layers_hold_the_mask_once():
+    """It lives through the backward pass, in which each layer makes its own numbers of it."""
+    options = dict(method="lora", batch=2, sequence=4096)
+    for checkpointing, layers in ((True, 1), (False, 32)):
+        plans = [plan("llama-2-7b", **options, checkpointing=checkpointing, packing=p)
+                 for p in (False, True)]
+        less, more = (p.moments[1].total for p in plans)
+        mask = 2 * 4096 * 4096
+        expected = mask + 2 * mask * (layers if not checkpointing else 0)
+        assert more - less == pytest.approx(expected, rel=0.2)
+    less, more = (plan("llama-2-7b", **options, checkpointing=True, packing=p).moments[3]
+                  for p in (False, True))
+    assert more.name == "backward" and more.total - less.total >= mask
+
+
+def test_the_mask_of_a_packed_row_is_what_torch_saves():
+    """Each call makes numbers of the bool mask, for all heads, and keeps them."""
+    torch = pytest.importorskip("torch")
+    b, s, heads, d = 2, 64, 4, 32
+    mask = torch.ones(b, 1, s, s, dtype=torch.bool).tril()
+    for dtype, item in ((torch.bfloat16, 2), (torch.float32, 4)):
+        q, k, v = (torch.randn(b, heads, s, d, dtype=dtype, requires_grad=True) for _ in "qkv")
+        saved = []
+
+        def keep(x):
+            saved.append(x)
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        masks = [x for x in saved if x.shape[-2:] == (s, s)]
+        walk = Walk(TINY, Job(batch=b, sequence=s, packing=True), Tape())
+        assert [x.untyped_storage().nbytes() for x in masks] == [walk._bias(item, s).storage.bytes]
+        assert masks[0].dtype == dtype and masks[0].data_ptr() != mask.data_ptr()
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.sampled_from([*MODELS, "gemma-3-1b"]), JOBS, st.sampled_from([64, 200, 512, 1024]),
+       st.sampled_from(["eager", "sdpa", "flash"]))
+def test_packing_never_takes_less(name, options, sequence, attention):
+    """But where it is what makes a kernel possible: see the next test.
+
+    FlashAttention knows windows; unpacked, a mask is planned for them.
+    """
+    options = {**options, "sequence": sequence, "attention": attention}
+    model = find(name)
+    if attention == "flash":
+        model = replace(model, window=None)
+    wide = options["recipe"] == "fp32" if options["method"] == "full" else \
+        options["method"] == "qlora" and options["upcast"]
+    assume(not (attention == "sdpa" and wide and model.kv_heads < model.heads))
+    plans = [plan(model, **options, packing=p) for p in (False, True)]
+    for a, b in zip(*(p.moments for p in plans)):
+        assert b.total >= a.total, a.name
+
+
+def test_a_mask_can_save_what_grouped_queries_cost_in_fp32():
+    """Without a mask PyTorch computes all scores; beside one key heads are repeated."""
+    options = dict(recipe="fp32", sequence=1024, batch=2)
+    grouped, single = ([plan(name, **options, packing=p).moments[1].total for p in (False, True)]
+                       for name in ("llama-3-8b", "llama-2-7b"))
+    assert grouped[1] < grouped[0] and single[1] > single[0]
+
+
+def test_heads_of_odd_sizes_have_no_kernel_beside_a_mask():
+    """Then each layer keeps the shares of all heads, in fp32."""
+    odd, even = (replace(TINY, head_dim=d, kv_heads=TINY.heads) for d in (20, 24))
+    scores = TINY.layers * 3 * 512 * 512 * TINY.heads * 4
+    less, more = (_packed(m)[0] for m in (even, odd))
+    assert more - less > 0.8 * scores
+    assert abs(_packed(odd, False)[0] - _packed(even, False)[0]) < 0.2 * scores
+
+
+def test_packed_rows_have_one_length():
+    """What the allocator keeps is that of one length."""
+    options = dict(method="lora", checkpointing=True, sequence=8192, loss="chunked")
+    packed, varied = (plan("llama-3-8b", **options, **{kind: True})
+                      for kind in ("packing", "varied"))
+    assert packed.reserved[1] < varied.reserved[1] and packed.allocated > varied.allocated
+    assert "packed documents" in str(packed)
+
+
+def test_what_masks_take_too_much_flash_attention_saves():
+    options = dict(method="lora", sequence=8192, loss="chunked", packing=True)
+    p = plan("llama-3-8b", "80GiB", **options)
+    assert p.verdict == "tight" and ("attention", "flash") in p.advice[0].options
+    assert plan("llama-3-8b", "80GiB", **options, attention="flash").verdict == "fits"
+
+
 @pytest.mark.parametrize("what", ["layers", "hidden", "ffn", "vocab", "heads"])
 @pytest.mark.parametrize("method", ["full", "lora", "inference"])
 def test_larger_models_are_never_less(what, method):
@@ -927,6 +1064,9 @@ BAD = [
     (["--model", "llama-2-7b", "--gpus", "2", "--expert", "2"], "experts"),
     (["--model", "llama-2-7b", "--method", "inference", "--checkpointing"], "inference"),
     (["--model", "llama-2-7b", "--new-tokens", "5"], "inference"),
+    (["--model", "llama-2-7b", "--packing", "--varied"], "packing"),
+    (["--model", "llama-2-7b", "--packing", "--method", "inference"], "packing"),
+    (["--model", "llama-2-7b", "--packing", "512"], "512"),
     (["--model", "llama-2-7b", "--dropout", "1"], "dropout"),
     (["--model", "llama-2-7b", "--dropout", "nan"], "dropout"),
     (["--model", "llama-2-7b", "--in-backward", "--accumulate", "2"], "in_backward"),

@@ -222,6 +222,7 @@ def random_query(rng):
                 "shard": ["1", "2", "3"], "offload": ["optimizer", "parameters"],
                 "rank": ["1", "64"], "targets": ["qv", "all"], "adapters": ["bf16"],
                 "upcast": ["1"], "in_backward": ["1"], "varied": ["1"], "dropout": ["0.05"],
+                "packing": ["1"],
                 "single_quant": ["1"], "hold_inputs": ["1"], "flat": ["1"], "no_sync": ["1"],
                 "tensor_only": ["1"]}
     inference = {"new_tokens": ["1", "100"], "weight_bits": ["4", "8", "3.5"], "paged": ["1"],
