@@ -474,9 +474,6 @@ BAND = 0.05
 # Of several GPUs, beyond DDP and FSDP2, nothing is simulated: from nothing to the most that was
 # measured on two (3 to 34 % of the tensors' bytes, rows that were not held out).
 PARALLEL_CACHE = (0.0, 0.35)
-# Under FSDP2 the simulation, which knows its streams, is still short by this share: the mean of
-# four rows that were not held out. The cause was not found.
-SHARDED_MORE = 0.02
 
 
 @cache
@@ -525,7 +522,6 @@ class Plan:
         if not self.job.simulated:
             return tuple(int(self.allocated * (1 + part)) for part in PARALLEL_CACHE)
         middle = self.allocated + allocator_cache(self.model, self.job)
-        middle *= 1 + SHARDED_MORE * (self.job.gpus > 1 and self.job.shard == 3)
         most = middle
         if self.job.varied and self.job.training:
             most = max(middle, self.allocated + varied_cache(self.model, self.job))
