@@ -5,6 +5,7 @@ of the wrong size shows. Then the large one, weights and AdamW's moments in bf16
 batch in every form. FLOPs are those of the mathematics: 6 per weight of a matrix and token, and
 of attention only what the causal mask leaves. "exposed" is the share of a profiled step in which
 NCCL's kernels run and no other kernel does; in a pipeline it holds the waiting for a neighbor.
+"idle" is the share in which no kernel runs: the host has issued none.
 "ring" doubles a sequence, forward and backward, while a line through the peaks of memory lets it;
 "ring longest" is the length that the line allows in the end, really run. "experts" is one layer
 with experts on all ranks.
@@ -104,7 +105,9 @@ def _shares(ranks, step):
         return None
     length = max(end for *_, end in kernels) - min(start for _, start, _ in kernels)
     alone, nccl = exposed(kernels)
-    return {"exposed": alone / length, "nccl": nccl / length, "seconds": length / 1e6}
+    busy = sum(end - start for start, end in covered([(a, b) for _, a, b in kernels]))
+    return {"exposed": alone / length, "nccl": nccl / length, "idle": 1 - busy / length,
+            "seconds": length / 1e6}
 
 
 # ---------------------------------------------------------------- the forms

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from .memory import MiB, nf4_bytes
 from .planner_allocator import Allocator, Pools, play
-from .planner_tape import RecordingTape, Tape
+from .planner_tape import RecordingTape, Tape, Tensor
 
 WORKSPACE = 32 * MiB  # cuBLAS on Hopper, once for each thread that multiplies
 GATHERING, REDUCING = 1, 2  # FSDP's streams beside the main one, 0; each has its own pool
@@ -59,6 +59,7 @@ class Walk:
         self.outer = 4 if self.upcast else self.item      # of embedding, norms and head
         self.past, self.cache = 0, None                   # inference: tokens kept; [k, v] a layer
         self.sharded = job.sharded                        # see "sharded weights" below
+        self.shares = None                                # eager attention's, of the layer
         self.flat = self.parts = self.root = self.reducing = None
         self.shards = []                                  # reduced gradients
 
@@ -164,12 +165,15 @@ class Walk:
         del square
         scale = t.map(mean, "output")
         y = t.mul(wide, scale)
+        del wide, scale
         if self.m.is_gemma:
             gain = t.map(t.cast(self._as_tensor(weight()), 4))
-            y = t.mul(y, gain)
+            y = t.mul(y, gain, rows)
             return t.cast(y, x.item)
         narrow = t.cast(y, x.item)  # the wide product lives on until the norm returns
-        return t.mul(weight(), narrow)
+        out = t.mul(weight(), narrow, rows)
+        del narrow
+        return out
 
     def _as_tensor(self, w):
         """A parameter as an operand whose bytes are counted elsewhere."""
@@ -186,65 +190,69 @@ class Walk:
         if self.m.family == "companion":
             return self._rotate_book(q, table), self._rotate_book(k, table)
 
-        def one(x):
-            part = {"gpt_neox": 0.25, "phi": 0.4}.get(self.m.family)
-            y, rest = (t.part(x, int(x.n * part)), t.part(x, x.n - int(x.n * part))) \
-                if part else (x, None)
-            half = y.n // 2
-            left = t.mul(y, table)
-            turned = t.cat(t.map(t.part(y, half)), t.part(y, half))
-            right = t.mul(turned, table)
-            del turned
-            out = t.add(left, right)
-            del left, right
-            if rest is not None:
-                out = t.cat(out, rest)
+        share = {"gpt_neox": 0.25, "phi": 0.4}.get(self.m.family)
+        pairs = [(t.part(x, int(x.n * share)), t.part(x, x.n - int(x.n * share))) if share
+                 else (x, None) for x in (q, k)]
+        del q, k
+        rests = [rest for _, rest in pairs]
+        turned = []
+        while pairs:
+            turned.append(self._turn(pairs.pop(0)[0], table))
+        for i in range(2):  # joined when both are turned
+            if share:
+                turned[i] = t.cat(turned[i], rests[i])
             elif self.m.family == "phi3":
-                out = t.cat(out)
-            return out
+                turned[i] = t.cat(turned[i])
+        return turned
 
-        a = one(q)
-        return a, one(k)
+    def _turn(self, x, table):
+        t, half, (cos, sin) = self.tape, x.n // 2, table
+        left = t.mul(x, cos)
+        first, second = t.part(x, half), t.part(x, half)
+        turned = t.cat(t.map(second), first)
+        del first, second
+        right = t.mul(turned, sin)
+        del turned
+        return t.add(left, right)
 
     def _rotate_book(self, x, table):
-        t = self.tape
+        t, (cos, sin) = self.tape, table
         wide = t.cast(x, 4)
         a, b = t.split(wide, [wide.n // 2] * 2)
-        left = t.add(t.mul(a, table), t.map(t.mul(b, table)))
-        right = t.add(t.mul(b, table), t.mul(a, table))
+        left = t.add(t.mul(a, cos), t.rewritten(t.mul(b, sin)))  # a difference
+        right = t.add(t.mul(b, cos), t.mul(a, sin))
         out = t.cat(left, right)
         del left, right, wide, a, b
         return t.cast(out, x.item)
 
     def attend(self, q, k, v, windowed):
-        """Attention from q [b, a, s, d] and k, v [b, kv, s', d] to [b, s, a, d].
+        """Attention from q [b, a, s, d] and k, v [b, kv, s', d]: (y, whether y is to be copied).
 
-        A packed batch has a mask, with which PyTorch has neither its flash kernel nor
-        ``is_causal``. Its memory-efficient kernel and cuDNN's take one (see ``_bias``), if a
-        head's row is a multiple of 16 bytes.
+        A copy brings positions before heads. A window or a packed batch has a mask, with which
+        PyTorch has neither its flash kernel nor ``is_causal``. Its memory-efficient kernel and
+        cuDNN's take one (see ``_bias``), if a head's row is a multiple of 16 bytes. A flash
+        kernel itself knows windows and documents.
         """
         t, job = self.tape, self.job
         rep, keys = self.a // self.k, self.s + self.past
-        decoding = self.past > 0
-        masked = windowed and self.m.window < keys and not decoding
         if job.attention == "eager":
-            return self._attend_eager(q, k, v, keys)
+            return self._attend_eager(q, k, v, keys), True
         narrow = job.autocast or q.item == 2
         item = 2 if narrow else 4
-        dense = job.attention == "sdpa" and job.packing
-        bias = self._bias(item, keys) if dense else None
+        masked = job.attention == "sdpa" and (
+            job.packing or windowed and self.m.window < keys and not self.past)
+        bias = self._bias(item, keys) if masked else None
         row = q.n // (self.rows * self.a) * item
-        no_kernel = row % 16 > 0 if dense else not narrow and rep > 1 and not masked
+        no_kernel = row % 16 > 0 if masked else not narrow and rep > 1
         if job.attention == "sdpa" and no_kernel:
-            return self._attend_math(q, k, v, keys)
-        if rep > 1 and (masked or dense):  # Hugging Face repeats key heads beside a mask
+            return self._attend_math(q, k, v, keys, masked), True
+        if rep > 1 and masked:  # Hugging Face repeats key heads beside a mask
             k, v = (t.copy(x, x.n * rep) for x in (k, v))
             rep = 1
         y = t.attention(q, k, v, self.rows * self.a, rep, bias)
         # the output has the layout of q: heads before positions after a cat, and then the
         # step back to positions before heads is a copy
-        joined = self.m.family in ("phi3", "gpt_neox", "phi", "companion") and narrow
-        return t.copy(y) if joined or masked and not dense else y
+        return y, narrow and self.m.family in ("phi3", "gpt_neox", "phi", "companion")
 
     def _bias(self, item, keys):
         """[b, 1, s, keys]: a bool mask as numbers of the query's type, made by each layer anew.
@@ -267,7 +275,8 @@ class Walk:
         def lined(x, apart):  # products want heads before positions: a copy within the product
             return t.copy(x) if b > 1 and apart else x
 
-        w = t.map(t.matmul(lined(q, True), lined(k, rep == 1), scores_n))
+        apart = self.m.family not in ("gpt_neox", "phi", "phi3")  # cat has brought heads first
+        w = t.map(t.matmul(lined(q, apart), lined(k, apart and rep == 1), scores_n))
         if self.m.family == "gemma2":
             w = t.map(w)
             w = t.map(w, "output")
@@ -281,27 +290,54 @@ class Walk:
             w = t.drop(t.cast(w, v.item))
         else:
             shares = t.softmax(t.cast(w, 4))
-            w = t.cast(shares, q.item)  # until here the masked scores live
+            narrow = t.cast(shares, q.item)  # until here the masked scores live
             del shares
-        return t.copy(t.matmul(w, lined(v, rep == 1), q.n))
+            w = narrow
+            del narrow
+        self.shares = Tensor(w.n, w.item, w.storage)  # returned: the layer holds them to its end
+        return self._merged(t.matmul(w, lined(v, rep == 1), q.n))
 
-    def _attend_math(self, q, k, v, keys):
+    def _merged(self, y):
+        """y; its gradient has positions before heads, and with a batch products copy it."""
+        return self.tape.rewritten(y) if self.b > 1 else y
+
+    def _attend_math(self, q, k, v, keys, masked):
         """What fused attention falls back to, all in fp32, where no kernel takes the inputs.
 
-        In fp32 with grouped queries, or beside a mask with heads of unusual sizes.
+        In fp32 with grouped queries, or beside a mask with heads of unusual sizes. Of a causal
+        call it makes the mask itself. C++ frees what it has named at the return only, last
+        name first: repeated v and k, mask, queries.
+
+        Source: _scaled_dot_product_attention_math and _safe_softmax of ATen.
         """
         t, rep, scores_n = self.tape, self.a // self.k, self.rows * self.a * keys
         item = 2 if t.autocast else q.item
         t.autocast, autocast = False, t.autocast
         q, k, v = (t.cast(t.cast(x, item), 4) for x in (q, k, v))
         q = t.map(q)
-        k, v = t.copy(k, k.n * rep), t.copy(v, v.n * rep)
-        k = t.map(k)
-        w = t.matmul(q, k, scores_n)
-        w = t.softmax(w)
-        out = t.copy(t.cast(t.matmul(w, v, q.n), item))
+        mask = None if masked or self.s == 1 else self._triangle(self.s, keys)
+        repeated = t.copy(k, k.n * rep) if rep > 1 else k
+        v = t.copy(v, v.n * rep) if rep > 1 else v
+        w = t.matmul(q, t.map(repeated), scores_n)
+        shares = t.softmax(w)
+        t.tensor(scores_n, 1)  # whether a score is minus infinity: a row of them gives zeros
+        del w
+        out = t.cast(self._merged(t.matmul(shares, v, q.n)), item)
+        del shares, v
+        del repeated
+        del mask
         t.autocast = autocast
         return out
+
+    def _triangle(self, s, keys):
+        """Who sees whom, as numbers to add: from a bool triangle, which is cut from ones."""
+        t = self.tape
+        ones = t.tensor(s * keys, 1)
+        triangle = t.tensor(s * keys, 1)
+        del ones
+        mask = t.tensor(s * keys, 4)
+        del triangle
+        return mask
 
     def remember(self, k, v, layer):
         """The cache: grown by concatenation, so the old and the new one meet for a moment."""
@@ -329,7 +365,7 @@ class Walk:
         return grown
 
     def attention(self, x, table, layer):
-        t, m, d = self.tape, self.m, self.d
+        t, m, d, job = self.tape, self.m, self.d, self.job
         h = m.hidden
         q_n, k_n = self.a * d, self.k * d
         if m.latent:
@@ -345,18 +381,25 @@ class Walk:
                 del qkv
         else:
             bias = m.qkv_bias or m.family == "phi"
-            q = self.linear(x, h, q_n, "q", bias)
+            q = t.rewritten(self.linear(x, h, q_n, "q", bias))
             if m.qk_norm:
                 q = self.norm(q, q_n if m.family == "olmo2" else d)
-            k = self.linear(x, h, k_n, "k", bias)
+            k = t.rewritten(self.linear(x, h, k_n, "k", bias))
             if m.qk_norm:
                 k = self.norm(k, k_n if m.family == "olmo2" else d)
             v = self.linear(x, h, k_n, "v", bias)
+            if job.attention == "eager" or m.family == "companion":
+                v = t.rewritten(v)
         if m.family != "gpt2":
             q, k = self.rotate(q, k, table)
         k, v = self.remember(k, v, layer)
-        y = self.attend(q, k, v, m.windowed(layer))
-        y = self.linear(y, q_n, h, "o", bias=m.plain_mlp)
+        y, apart = self.attend(q, k, v, m.windowed(layer))
+        out = t.copy(y) if apart else y
+        if m.family != "companion":
+            del y  # the book's code keeps its name, as those of queries, keys and values
+        out = self.linear(out, q_n, h, "o", bias=m.plain_mlp)
+        del q, k, v  # in the order of their names, as a frame lets go
+        y = out
         return t.drop(y) if m.family == "gpt2" else y
 
     def _latent_attention(self, x, table, layer):
@@ -381,7 +424,8 @@ class Walk:
         q = t.cat(q_nope, q_rope)
         k = t.cat(k_nope, t.copy(rope, rope.n * a))
         del q_nope, q_rope, k_nope, rope
-        y = self.attend(q, k, v, False)
+        y, apart = self.attend(q, k, v, False)
+        y = t.copy(y) if apart else y
         if y.n != rows * a * z.v_head:
             y = t.part(y, rows * a * z.v_head)
         return self.linear(y, a * z.v_head, h, "o")
@@ -442,20 +486,21 @@ class Walk:
         top = t.mul(t.part(scores, rows * e.top_k), t.tensor(rows, 4))
         del scores
         n = rows * e.top_k
-        chosen = t.copy(x, n * h)
+        chosen = t.rewritten(t.copy(x, n * h))  # by indices: gradients are scattered anew
         both = t.linear(chosen, self.weight(count * 2 * f * h), n * 2 * f)
-        del chosen
-        both = t.copy(both)
+        both = t.rewritten(t.copy(both))
         gate, up = t.split(both, [n * f] * 2)
         del both
         y = t.mul(t.map(gate, "input"), up)
         del gate, up
         y = t.linear(y, self.weight(count * f * h), n * h)
-        y = t.copy(y)
-        y = t.mul(y, top)
-        y = t.copy(y)
-        y = t.mean(y, rows * h)
-        y = t.cast(y, x.item)
+        y = t.rewritten(t.copy(y))
+        weighted = t.mul(y, top)
+        weighted = t.copy(weighted)
+        summed = t.mean(weighted, rows * h)
+        out = t.cast(summed, x.item)
+        del chosen, y, weighted, summed  # names live on until the function returns
+        y = out
         if e.shared:
             y = t.add(y, self._dense(x, f * e.shared))
         return y
@@ -481,7 +526,9 @@ class Walk:
         y = self.mlp(self.norm(x, h), layer)
         if m.is_gemma and m.family != "gemma":
             y = self.norm(y, h)
-        return t.add(x, y)
+        out = t.add(x, y)
+        del y  # its name now means the sum; the other operand's ends with the layer
+        return out
 
     # -- the model --
 
@@ -530,6 +577,8 @@ class Walk:
             del places
         item = 4 if m.family == "companion" else x.item
         width = m.latent.rope if m.latent else m.head_dim
+        if m.family == "companion":
+            width //= 2  # an angle for each pair; Hugging Face writes it twice
         tables = [t.tensor(self.positions * width, item)
                   for _ in range(2)] if m.family != "gpt2" else [None]
         self.held = (tables, self._masks())
@@ -538,7 +587,7 @@ class Walk:
         t.change("gathered", gathered)
         for first, copies in self.kinds():
             t.where = f"layer {first + 1}"
-            x = self._run(x, tables[0], first, copies)
+            x = self._run(x, tables, first, copies)
         t.change("gathered", -gathered)
         if t.grad and gathered + reduced:
             def again():
@@ -564,14 +613,15 @@ class Walk:
         masks = []
         if job.packing:
             masks.append(t.tensor(self.b * self.s, 8))
-        if job.packing and job.attention == "flash":
-            return masks + [t.tensor(1, 4)]
+        if job.attention == "flash":
+            return masks + [t.tensor(1, 4)] * job.packing
+        eager = job.attention == "eager"
         windowed = m.window and m.window < self.s and not self.past
-        if job.attention == "eager" or windowed or job.packing:
-            keys = self.s + self.past
-            item = job.mask_bytes if job.attention == "eager" else 1
+        if eager or windowed or job.packing:
+            rows = self.b * self.s if eager else self.positions
+            keys, item = self.s + self.past, job.mask_bytes if eager else 1
             for _ in range(2 if m.family in ("gemma2", "gemma3") else 1):  # with a window, without
-                masks.append(t.tensor(self.positions * keys, item))
+                masks.append(t.tensor(rows * keys, item))
         return masks
 
     # -- data parallel copies: DDP --
@@ -677,14 +727,19 @@ class Walk:
         self.parts = None
         return self.tape.through(y, lambda: self._gather_again(first))
 
+    def _whole(self, x, table, layer):
+        y = self.layer(x, table, layer)
+        self.shares = None
+        return y
+
     def _layers(self, x, table, first, copies):
         """One layer, and ``copies - 1`` that are booked like it."""
         t, job, made = self.tape, self.job, len(self.made)
         before = dict(t.live)
         if job.checkpointing and t.grad:
-            y = t.checkpoint(lambda inner: self.layer(inner, table, first), x)
+            y = t.checkpoint(lambda inner: self._whole(inner, table, first), x)
         else:
-            y = self.layer(x, table, first)
+            y = self._whole(x, table, first)
         del x
         more = copies - 1
         if not more:
@@ -823,6 +878,8 @@ def forward_backward(walk, close=lambda name: None):
     """One micro-batch on the walk's tape; ``close(phase)`` is called as each one ends."""
     tape, job = walk.tape, walk.job
     x = walk.hidden_states()
+    if not job.checkpointing:
+        walk.held = None  # layers that run again get tables and masks again
     close("forward")
     tape.where = "head and loss"
     if walk.stage == "first":
@@ -841,8 +898,6 @@ def forward_backward(walk, close=lambda name: None):
         tape.end_autocast()
         tape.change("weight casts", -walk.ghost_casts)
     close("loss")
-    if not (job.packing and job.checkpointing):
-        walk.held = None  # layers that run again get masks again; without packing left out
     tape.where = "head and loss"
     tape.backward(loss)
     walk.held = None

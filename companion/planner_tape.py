@@ -21,6 +21,25 @@ KINDS = ("weights", "moments", "gradients", "weight casts", "activations", "logi
          "KV cache", "temporaries", "gathered", "workspaces", "communication")
 
 
+def sum_workspace(outputs, rows, processors=132):
+    """Bytes in which a sum over many rows keeps the parts of its blocks, on Hopper.
+
+    A block has 32 x 4 threads of four outputs each. If a thread had 256 values or more to add,
+    several blocks share the rows: as many as fill the GPU, but at least 16 values a thread.
+
+    Source: setReduceConfig and global_memory_size in ATen's native/cuda/Reduce.cuh.
+    """
+    vector = 4 if outputs % 4 == 0 else 2 if outputs % 2 == 0 else 1
+    width, height = 32, 512 // vector // 32
+    values = -(-rows // height)
+    grid = -(-outputs // vector // width)
+    target = processors * (2048 // (width * height))
+    if outputs // vector < width or values < 256 or grid > target:
+        return 0
+    blocks = max(min(-(-target // grid), -(-values // 16)), -(-values // 256))
+    return 4 * outputs * blocks * width * vector if blocks > 1 else 0
+
+
 class Storage:
     """Bytes that are allocated until the last tensor that looks at them is gone."""
     __slots__ = ("tape", "bytes", "kind")
@@ -87,11 +106,15 @@ class Parameter:
 
 
 class Tensor:
-    """n elements of ``item`` bytes; ``node`` produced it, if a gradient is to flow back."""
-    __slots__ = ("n", "item", "storage", "node")
+    """n elements of ``item`` bytes; ``node`` produced it, if a gradient is to flow back.
 
-    def __init__(self, n, item, storage, node=None):
+    viewed: a gradient that is a view of a product's output, which no other is added to in place.
+    """
+    __slots__ = ("n", "item", "storage", "node", "viewed")
+
+    def __init__(self, n, item, storage, node=None, viewed=False):
         self.n, self.item, self.storage, self.node = n, item, storage, node
+        self.viewed = viewed
 
     @property
     def needs(self):
@@ -125,6 +148,7 @@ class Tape:
         self.grad, self.autocast, self.dropout = True, autocast, dropout
         self.seq, self.casts, self.kept = 0, {}, []  # kept: gradients of parameters
         self.new_kind, self.where, self.peak_where = None, "", ""
+        self.again = False  # whether backward runs through a layer that is computed again
         self.arrived = None  # called with each parameter whose gradient is there
 
     # -- bookkeeping --
@@ -184,8 +208,9 @@ class Tape:
                 return
             if isinstance(node, Parameter):
                 node.accept(g)
-            elif node in buffers:
-                pass  # added in place
+            elif node in buffers:  # added in place, if autograd may (can_accumulate_inplace)
+                if buffers[node].viewed:
+                    buffers[node] = self.tensor(g.n, g.item)
             else:
                 buffers[node] = g
                 heapq.heappush(heap, (-node.seq, id(node), node))
@@ -194,7 +219,15 @@ class Tape:
         loss.node = None
         while heap:
             node = heapq.heappop(heap)[2]
-            grads = node.back(buffers.pop(node), *node.saved)
+            g = buffers.pop(node)
+            if self.again:  # what a checkpoint computed again dies with the formula's locals
+                grads, saved = node.back(g, *node.saved), node.saved
+                while saved:
+                    saved.pop(0)
+                del g
+            else:  # saved tensors are released after the gradient
+                grads = node.back(g, *node.saved)
+                del g
             node.back = node.saved = None
             edges, node.edges = node.edges, None
             while edges:  # hand over one by one, so that nothing is held twice
@@ -237,35 +270,53 @@ class Tape:
         del wide
 
         def back(g, *_):
+            # formulas run in alphabetical order: mm has mat2 before self, addmm mat1 before mat2
+            gw = self.tensor(wn, item) if w_needs and bias is None else None
             wide = self.tensor(unpacked, 1) if unpacked and x_needs else None
             gx = self.tensor(n, item) if x_needs else None
+            if gx is not None:
+                gx.viewed = True
             del wide
+            if bias is None:
+                return [gx, gw]
             gw = self.tensor(wn, item) if w_needs else None
-            gb = self.tensor(bias.n, bias.item) if bias is not None and bias.trainable else None
-            return [gx, gw, gb][:2 + (bias is not None)]
+            if not bias.trainable:
+                return [gx, gw, None]
+            return [gx, gw, self._over_rows(bias.n, bias.item, n_out // bias.n)]
 
         saved = [t for t, other in ((x, w_needs or keep), (w, x_needs)) if other]
         return self.op(out, [x, w] + [bias] * (bias is not None), back, saved)
 
-    def _to_input(self, g, item, n):
+    def _to_input(self, g, item, n, rows=0):
         """A gradient of the product's type brought to the input's size and type."""
-        if n < g.n or item != g.item:
-            return self.tensor(n, item)
-        return g
+        if n < g.n:
+            g = self._over_rows(n, g.item, g.n // n) if rows else self.tensor(n, g.item)
+        return self.tensor(n, item) if item != g.item else g
 
-    def mul(self, a, b):
-        """Elementwise, with broadcasting; a mixed product has the wider type."""
+    def _over_rows(self, n, item, rows):
+        """A sum over rows; the workspace in which blocks of threads leave their parts dies."""
+        out = self.tensor(n, item)
+        self.tensor(sum_workspace(n, rows), 1)
+        return out
+
+    def mul(self, a, b, rows=0):
+        """Elementwise, with broadcasting; a mixed product has the wider type.
+
+        rows: of which one operand gains each alike. The engine brings gradients to the inputs'
+        sizes when both products are there (``validate_outputs``).
+        """
         n, item = max(a.n, b.n), max(a.item, b.item)
         out = self.tensor(n, item)
         sides = [(needs(a), a.n, a.item, b.item), (needs(b), b.n, b.item, a.item)]
 
         def back(g, *_):
-            grads = []
-            for wanted, size, own, other in sides:
+            grads = [None, None]
+            for i in (1, 0):  # "other" before "self"
+                if sides[i][0]:
+                    grads[i] = self.tensor(n, max(g.item, sides[i][3]))
+            for i, (wanted, size, own, _) in enumerate(sides):
                 if wanted:
-                    grads.append(self._to_input(self.tensor(n, max(g.item, other)), own, size))
-                else:
-                    grads.append(None)
+                    grads[i] = self._to_input(grads[i], own, size, rows)
             return grads
 
         saved = [t for t, other in ((a, b), (b, a)) if needs(other)]
@@ -308,15 +359,21 @@ class Tape:
         return self.op(out, [x], lambda g: [self.tensor(whole, item)])
 
     def split(self, x, sizes):
-        """Views that cover x; their gradients are joined in one tensor of x's size."""
+        """Views that cover x; their gradients wait for each other, to be joined in a tensor."""
         whole, item = x.n, x.item
-        joined = Tensor(x.n, x.item, x.storage)
-        self.op(joined, [x], lambda g: [self.tensor(whole, item)])
-        outs = []
-        for n in sizes:
-            out = Tensor(n, item, x.storage)
-            outs.append(self.op(out, [joined], lambda g: [g]))
-        return outs
+        joined, waiting = Tensor(x.n, x.item, x.storage), []
+
+        def join(g):
+            result = self.tensor(whole, item)
+            waiting.clear()
+            return [result]
+
+        def wait(g):
+            waiting.append(g)
+            return [Tensor(g.n, g.item, g.storage)]
+
+        self.op(joined, [x], join)
+        return [self.op(Tensor(n, item, x.storage), [joined], wait) for n in sizes]
 
     def cat(self, *parts):
         out = self.tensor(sum(p.n for p in parts), max(p.item for p in parts))
@@ -331,8 +388,15 @@ class Tape:
         return self.op(out, [x], lambda g: [g if same else self.tensor(size, item)])
 
     def softmax(self, x):
-        """Backward first writes the product of gradient and output, then the result."""
-        return self.map(x, "output", temporaries=1)
+        """Backward writes the product of gradient and output beside the result."""
+        out, n, item = self.tensor(x.n, x.item), x.n, x.item
+
+        def back(g, *_):
+            result = self.tensor(n, item)
+            self.tensor(n, item)
+            return [result]
+
+        return self.op(out, [x], back, [out])
 
     def drop(self, x, share=None):
         """Dropout of ``share``, the tape's by default: a one-byte mask is saved.
@@ -351,7 +415,9 @@ class Tape:
         sides = [(needs(t), t.n, t.item) for t in (a, b)]
 
         def back(g, *_):
-            return [self.tensor(n, item) if wanted else None for wanted, n, item in sides]
+            second, first = [self.tensor(n, item) if wanted else None
+                             for wanted, n, item in reversed(sides)]  # mat2 before self
+            return [first, second]
 
         return self.op(out, [a, b], back, [a, b])
 
@@ -386,24 +452,39 @@ class Tape:
 
         def back(g, *_):
             grads = [self.tensor(n, item) for n, item in sizes]
-            extra = [self.tensor(rows, 4)]
-            if not wide:
-                extra.append(self.tensor(sizes[0][0], 4))
-                if expand > 1:
-                    extra += [self.tensor(sizes[1][0] * expand, 2) for _ in "kv"]
-            del extra
+            extra = rows * 4
+            if not wide:  # cuDNN takes it all as one workspace
+                extra += sizes[0][0] * 4 + (2 * sizes[1][0] * expand * 2 if expand > 1 else 0)
+            self.tensor(extra, 1)
             return grads
 
         saved = [q, k, v, out, lse] + [bias] * (bias is not None)
         return self.op(out, [q, k, v], back, saved)
 
     def embedding(self, w, tokens, hidden):
+        """Rows of a table. Backward over many tokens sorts them and sums parts of ten in fp32,
+
+        for which it takes what might be needed at most. Source: ATen's
+        native/cuda/EmbeddingBackwardKernel.cu.
+        """
         out, ids = self.tensor(tokens * hidden, w.item), self.tensor(tokens, 8)
-        return self.op(out, [w], lambda g, *_: [self.tensor(w.n, w.item)], [ids])
+
+        def back(g, *_):
+            result = self.tensor(w.n, w.item)
+            if tokens > 3072:
+                self.tensor((tokens + tokens // 10) * hidden, 4)
+            return [result]
+
+        return self.op(out, [w], back, [ids])
 
     def receive(self, n, item):
         """What the pipeline stage before sends: its gradient is sent back."""
         return self.op(self.tensor(n, item), [_Input()], lambda g: [g])
+
+    def rewritten(self, x):
+        """x itself; its gradient is written anew: negated, or in a layout that a product takes."""
+        out, n, item = Tensor(x.n, x.item, x.storage), x.n, x.item
+        return self.op(out, [x], lambda g: [self.tensor(n, item)])
 
     def through(self, x, action):
         """x itself; ``action()`` runs when the backward pass comes by."""
@@ -432,8 +513,12 @@ class Tape:
             leaf = _Input()
             again = Tensor(n, item, kept.storage, leaf)
             y = function(again)
-            again = None
-            self._inner(y, g)
+            node, y, again = y.node, None, None
+            incoming = [Tensor(g.n, g.item, g.storage)]
+            g.storage = None  # the layer's inside gives it back, as if there were no checkpoint
+            self.again = True
+            self._inner(node, incoming)
+            self.again = False
             if self.autocast:
                 self.end_autocast()
             return [leaf.grad if had_gradient else None]
@@ -444,10 +529,8 @@ class Tape:
         out.node = Node(self.seq, [x.node], back, [Tensor(n, item, x.storage)])
         return out
 
-    def _inner(self, y, g):
-        node, y.node = y.node, None
-        del y
-        root = Node(self.seq + 1, [node], lambda _: [g], [])
+    def _inner(self, node, incoming):
+        root = Node(self.seq + 1, [node], lambda _: [incoming.pop()], [])
         self.seq += 1
         start = Tensor(1, 4, self.storage(self, 0, "temporaries"), root)
         self.backward(start)

@@ -231,7 +231,9 @@ def save(folder, facts, model, optimizer, keep=2):
     folder, name = Path(folder), f"step-{facts['step']:08d}"
     hidden = folder / f".{name}"
     weights, moments = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=hidden)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "TypedStorage is deprecated")  # torch 2.6 asks for it
+        dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=hidden)
     if dist.get_rank() == 0:
         (hidden / "facts.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
         _to_disk(hidden / "facts.json")

@@ -78,14 +78,17 @@ def counted(send, *arguments, **options):
     """Bytes that this rank sends through TCP in ``send(*arguments, **options)``.
 
     Every rank must call it, since it puts a barrier on both sides; the second one's messages,
-    a few hundred bytes, are counted too.
+    a few hundred bytes, are counted too. Raises ValueError where the system keeps no count.
     """
     dist.barrier()
     time.sleep(0.02)  # the barrier's own messages must have left
     start = sent_bytes()
     send(*arguments, **options)
     dist.barrier()
-    return sent_bytes() - start
+    sent = sent_bytes() - start
+    if not sent and dist.get_world_size() > 1:  # not even the barrier
+        raise ValueError("counted: this kernel's count of sent bytes stays zero")
+    return sent
 
 
 # Operators of PyTorch's dispatcher, in the namespaces c10d and _c10d_functional

@@ -1,9 +1,18 @@
 """Cuts along several axes equal one process; the cost model, failures, and published runs."""
+import json
+from collections import Counter
 from dataclasses import replace
+from importlib import resources
 
 import pytest
+import torch
+from torch.distributed.pipelining import _backward as torch_backward
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from companion import costs, failures, memory, ranks, schedules
+from companion.gpt import Config, Decoder
+from companion.hardware import gpu
+from companion.pipeline import Stage
 
 # One launch, many cases: every shape of the mesh with 1 to 4 ranks, random sizes
 EQUAL = """
@@ -13,7 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from companion.mesh import Stack, cut, pipeline, whole
 
 AXES = ("dp", "pp", "tp")
-SHAPES = [s for s in itertools.product((1, 2, 3, 4), repeat=3) if math.prod(s) <= 4]
+SHAPES = shapes or [s for s in itertools.product((1, 2, 3, 4), repeat=3) if math.prod(s) <= 4]
+OLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7)  # cuts evenly or not at all
 draw, worst, ran = random.Random(0), 0.0, []
 
 
@@ -29,8 +39,9 @@ def gap(a, b):
 for shape in SHAPES:
     n = math.prod(shape)
     mesh = DeviceMesh("cpu", torch.arange(n).view(shape), mesh_dim_names=AXES)
-    heads = shape[2] * draw.choice([1, 2])
-    width, hidden = heads * draw.choice([4, 5, 6]), shape[2] * draw.randint(1, 6)
+    split = shape[2] * (shape[0] if OLD else 1)
+    heads = split * draw.choice([1, 2])
+    width, hidden = heads * draw.choice([4, 5, 6]), split * draw.randint(1, 6)
     micro, steps = shape[1] * draw.choice([1, 2]), 3
     layers = shape[1] * draw.choice([1, 2])
     each, length = draw.randint(1, 2), draw.randint(1, 7)
@@ -70,8 +81,16 @@ for shape in SHAPES:
 
 
 def test_cuts_along_two_and_three_axes_equal_one_process():
-    got = ranks.run(EQUAL, 4, get=["worst", "ran"], backend="gloo", timeout=120).values
+    got = ranks.run(EQUAL, 4, values={"shapes": None}, get=["worst", "ran"], backend="gloo",
+                    timeout=120).values
     assert [len(r) for r in got["ran"]] == [13, 12, 9, 6]  # meshes that hold rank 0, 1, 2, 3
+    assert max(got["worst"]) < 1e-9, got["worst"]
+
+
+def test_three_axes_of_two_on_eight_ranks_equal_one_process():
+    got = ranks.run(EQUAL, 8, values={"shapes": [(2, 2, 2)]}, get=["worst", "ran"],
+                    backend="gloo", timeout=120).values
+    assert got["ran"] == 8 * [[(2, 2, 2)]]
     assert max(got["worst"]) < 1e-9, got["worst"]
 
 
@@ -277,3 +296,75 @@ def test_times_must_be_positive(wrong):
     for f in failures.lost_share, failures.simulate:
         with pytest.raises(ValueError, match="must be above 0 s"):
             f(*wrong)
+
+
+# ---------------------------------------------------------------- beside two GPUs
+
+def test_the_network_of_the_prediction_is_the_decoder_that_was_measured():
+    path = resources.files("companion") / "data" / "parallel.json"
+    rows = json.loads(path.read_text(encoding="utf-8"))["2"]["steps"]
+    one = next(r for r in rows if r["name"] == "one GPU")
+    done = one["mfu"] * one["seconds"] * gpu("H200").peak("bf16")
+    net = costs.Network(16, 3072, 24, 8, 8192, 256, tied=True)
+    assert 8 * 2048 * net.model_flops(2048) == pytest.approx(done, rel=1e-3)
+    assert abs(8 * 2048 * replace(net, kv_heads=24).model_flops(2048) / done - 1) > 0.1
+
+
+class Kernels(TorchDispatchMode):
+    """Counts what is run, but for operations that only make a view."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = Counter()
+
+    def __torch_dispatch__(self, f, types, args=(), kwargs=None):
+        name = f.overloadpacket.__name__
+        if name not in ("view", "_unsafe_view", "t", "transpose", "detach", "expand"):
+            self.count[name] += 1
+        return f(*args, **(kwargs or {}))
+
+
+def test_the_halves_of_torch_run_the_kernels_of_one_backward():
+    def at_once(x, y):
+        torch_backward.stage_backward([y], [torch.ones_like(y)], [x])
+
+    def in_halves(x, y):
+        _, groups = torch_backward.stage_backward_input(
+            [y], [torch.ones_like(y)], [x], stage.parameters())
+        torch_backward.stage_backward_weight(stage.parameters(), groups)
+    found = []
+    for backward in at_once, in_halves:
+        torch.manual_seed(0)
+        decoder = Decoder(Config(width=32, layers=2, heads=4, kv_heads=2, hidden=64)).double()
+        stage = Stage(decoder, decoder.blocks, first=False, last=False)
+        x = torch.randn(1, 8, 32, dtype=torch.float64, requires_grad=True)
+        y = stage(x)
+        with Kernels() as kernels:
+            backward(x, y)
+        found.append((kernels.count, [p.grad for p in stage.parameters()]))
+    (once, whole), (halves, parts) = found
+    assert once == halves and once["mm"] == 2 * 7 * 2
+    assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(whole, parts, strict=True))
+
+
+LISTS = """
+import torch.distributed.pipelining as pipelining
+names, lists = dict(FORWARD="F", BACKWARD_INPUT="I", BACKWARD_WEIGHT="W", FULL_BACKWARD="B"), {}
+for name in "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble":
+    stages = [pipelining.PipelineStage(torch.nn.Linear(4, 4), s, 4, torch.device("cpu"))
+              for s in (rank, rank + 2)]
+    made = getattr(pipelining, name)(stages, 8, loss_fn=lambda y, t: y.sum())
+    lists[name] = [[(names[a.computation_type.name], a.microbatch_index, a.stage_index)
+                    for a in made.pipeline_order[r] if a is not None] for r in (0, 1)]
+"""
+
+
+def test_torch_s_order_for_zero_bubble_is_shorter_where_messages_and_hosts_are_free():
+    lists = ranks.run(LISTS, 2, get=["lists"], backend="gloo", timeout=60).values["lists"][0]
+
+    def seconds(name):
+        actions = tuple(tuple(schedules.Action(*a) for a in row) for row in lists[name])
+        return schedules.simulate(schedules.Schedule(name, actions, (0, 1, 0, 1), 4)).time
+    whole = 2 * schedules.simulate(schedules.one_f_one_b(2, 8)).time  # stages twice as deep
+    assert (seconds("ScheduleInterleavedZeroBubble"), seconds("ScheduleInterleaved1F1B"),
+            whole) == (49, 51, 54)

@@ -5,6 +5,7 @@ import warnings
 import jupytext
 import pytest
 import torch
+import torch.distributed as dist
 
 from companion import exercise
 from notebooks import CHAPTERS, code_cells, tags
@@ -1192,17 +1193,6 @@ def muon_gathers(rows, all_reduce):
     return all_reduce(rows)
 
 
-@pytest.mark.parametrize("id, answer", [
-    ("memory-1", lambda *a, **k: torch.tensor(no_errors(*a, **k))),  # a number all the same
-    ("memory-2", lambda layers, heads, d, tokens, itemsize, tp:
-        2 * layers * max(1, heads / tp) * d * tokens * itemsize),
-    ("accumulation-1", lambda counts: torch.tensor(counts) / max(sum(counts), 1)),  # in fp32
-    ("accumulation-4", stream_never_detached),
-    ("memory-6", returns_nothing), ("precision-1", largest_as_tensor)])
-def test_another_right_answer_passes(id, answer, capsys):
-    assert said(id, answer, capsys) == f"{id}: right"
-
-
 # ---- data_parallel
 
 def held_by(guard=True, units=True, gradients=2, weights=3):
@@ -1470,41 +1460,77 @@ def crossing_by(log=lambda n: (n - 1).bit_length(), more=lambda n, steps: steps 
     return crossing
 
 
-def ring_without_sending(buffers, send):
-    total = sum(b.clone() for b in buffers)
-    for b in buffers:
-        b.copy_(total)
+def own_chunk_by(begin=1, copy=False, in_place=False):
+    """A ring of isend and recv. begin: how far left of its own chunk a rank begins."""
+    def own_chunk(x, rank, n):
+        chunks = (x.clone() if copy else x).tensor_split(n)
+        passed = chunks[(rank - begin) % n].clone()
+        for step in range(1, n):
+            mine = chunks[(rank - begin - step) % n]
+            work = dist.isend(passed, (rank + 1) % n)
+            got = torch.empty_like(mine)
+            dist.recv(got, (rank - 1) % n)
+            work.wait()
+            passed = mine.add_(got) if in_place else got + mine
+        return passed
+    return own_chunk
 
 
-def ring_of_whole_buffers(buffers, send):
-    n, passed = len(buffers), [b.clone() for b in buffers]
-    for _ in range(n - 1):
-        got = [send(r, (r + 1) % n, passed[r]) for r in range(n)]
-        passed = [got[r - 1] for r in range(n)]
-        for b, p in zip(buffers, passed):
-            b += p
+def own_chunk_directly(x, rank, n):
+    """No ring: each chunk goes straight to its rank; as many bytes."""
+    chunks = x.tensor_split(n)
+    total, got = chunks[rank].clone(), torch.empty_like(chunks[rank])
+    for step in range(1, n):
+        work = dist.isend(chunks[(rank + step) % n], (rank + step) % n)
+        dist.recv(got, (rank - step) % n)
+        work.wait()
+        total += got
+    return total
 
 
-def ring_to_the_root(buffers, send):
-    for r in range(1, len(buffers)):
-        buffers[0] += send(r, 0, buffers[r])
-    for r in range(1, len(buffers)):
-        buffers[r].copy_(send(0, r, buffers[0]))
-
-
-def ring_in_new_tensors(buffers, send):
-    copies = [b.clone() for b in buffers]
-    ring_of_whole_buffers(copies, send)
-    buffers[:] = copies
-
-
-def ring_half(buffers, send):
-    n = len(buffers)
-    chunks = [b.tensor_split(n) for b in buffers]
+def own_chunk_in_turn(x, rank, n):
+    """Blocking sends, rank 0 first: each other rank receives before it sends."""
+    chunks = x.tensor_split(n)
+    passed = chunks[rank - 1].clone()
     for step in range(n - 1):
-        got = [send(r, (r + 1) % n, chunks[r][(r - step) % n]) for r in range(n)]
-        for r in range(n):
-            chunks[(r + 1) % n][(r - step) % n].add_(got[r])
+        got = torch.empty_like(chunks[(rank - step - 2) % n])
+        if rank == 0:
+            dist.send(passed, 1)
+        dist.recv(got, (rank - 1) % n)
+        if rank:
+            dist.send(passed, (rank + 1) % n)
+        passed = got + chunks[(rank - step - 2) % n]
+    return passed
+
+
+def everything_to_everyone(x, rank, n):
+    works, total = [dist.isend(x, r) for r in range(n) if r != rank], x.clone()
+    for r in range(n):
+        if r != rank:
+            got = torch.empty_like(x)
+            dist.recv(got, r)
+            total += got
+    for work in works:
+        work.wait()
+    return total.tensor_split(n)[rank].clone()
+
+
+def own_chunk_of_all_reduce(x, rank, n):
+    total = x.clone()
+    dist.all_reduce(total)
+    return total.tensor_split(n)[rank]
+
+
+def own_chunk_stuck(x, rank, n):
+    got = torch.empty_like(x)
+    dist.send(x, (rank + 1) % n)
+    dist.recv(got, (rank - 1) % n)
+    return got
+
+
+def own_chunk_of_equal_ones(x, rank, n):
+    part = x[rank * (len(x) // n):(rank + 1) * (len(x) // n)]
+    return part * n
 
 
 def levels_by(piece=True, phases=2, swap=False):
@@ -1611,8 +1637,7 @@ def balance_fewest(costs, p):
     return [len(costs) - p + 1] + [1] * (p - 1)
 
 
-def train_by(warm=lambda rank, p, m: min(p - 1 - rank, m), detach=True, average=False, weights=False,
-             leaf=True):
+def train_by(warm="fill", detach=True, average=False, twice=False, leaf=True):
     def train_rank(rank, p, stage, inputs, loss, send, recv, m):
         held = {}
 
@@ -1630,10 +1655,10 @@ def train_by(warm=lambda rank, p, m: min(p - 1 - rank, m), detach=True, average=
             y.backward(None if rank == p - 1 else recv(rank + 1))
             if rank:
                 send(rank - 1, x.grad)
-                if weights:
-                    send(rank - 1, torch.cat([q.grad.flatten() for q in stage.parameters()]))
+                if twice and k == m - 1:
+                    send(rank - 1, x.grad)
 
-        ahead = warm(rank, p, m)
+        ahead = min(m, {"fill": p - 1 - rank, "all": m, "none": 0, "upside down": rank}[warm])
         for k in range(ahead):
             forward(k)
         for k in range(m):
@@ -1641,6 +1666,35 @@ def train_by(warm=lambda rank, p, m: min(p - 1 - rank, m), detach=True, average=
                 forward(ahead + k)
             backward(k)
     return train_rank
+
+
+def train_from_a_list(rank, p, stage, inputs, loss, send, recv, m):
+    """The list of 1F1B first, then its actions; torch.autograd.grad instead of backward."""
+    warm = min(p - rank, m)
+    actions = [("F", k) for k in range(warm)]
+    for k in range(m):
+        actions += [("B", k)] + [("F", warm + k)] * (warm + k < m)
+    own, held = list(stage.parameters()), {}
+    for kind, k in actions:
+        if kind == "F":
+            x = inputs[k].clone() if rank == 0 else recv(rank - 1)
+            held[k] = x.requires_grad_(), stage(x)
+            if rank < p - 1:
+                send(rank + 1, held[k][1].detach())
+            continue
+        x, y = held.pop(k)
+        last = rank == p - 1
+        grads = torch.autograd.grad(loss(y, k) if last else y, [x, *own],
+                                    None if last else recv(rank + 1))
+        if rank:
+            send(rank - 1, grads[0])
+        for q, g in zip(own, grads[1:]):
+            q.grad = g if q.grad is None else q.grad + g
+
+
+def train_endlessly(rank, p, stage, inputs, loss, send, recv, m):
+    while True:
+        m += 1
 
 
 def train_without_sending(rank, p, stage, inputs, loss, send, recv, m):
@@ -2046,9 +2100,14 @@ WRONG = {
         (crossing_by(log=lambda n: n.bit_length() - 1), "crossing(3"),
         (crossing_by(more=lambda n, steps: steps - 2), "crossing("), (lambda n, a, b: a / b, "crossing(1")],
     "collectives-3": [
-        (ring_without_sending, "nothing was sent"), (ring_of_whole_buffers, "numbers in"),
-        (ring_to_the_root, "not its right neighbor"), (ring_half, "[1] are right"),
-        (ring_in_new_tensors, "in new tensors")],
+        (own_chunk_by(begin=0), "rank 0 returned the sum of chunk 1, not the sum of chunk 0"),
+        (own_chunk_by(in_place=True), "rank 0: x was changed"),
+        (own_chunk_by(copy=True, in_place=True), "bytes of new tensors at once"),
+        (everything_to_everyone, "rank 0 sent 112 bytes; 32 are enough"),
+        (own_chunk_of_all_reduce, "called all_reduce; only messages"),
+        (own_chunk_of_equal_ones, "3 ranks, 7 numbers: rank 0 returned"),
+        (own_chunk_stuck, "still in line 3 of your function; does every rank wait"),
+        (lambda x, rank, n: x.tensor_split(n)[rank].tolist(), "returned a list, not a tensor")],
     "collectives-4": [
         (levels_by(piece=False), "two_levels(2"), (levels_by(phases=1), "two_levels(1, 8"),
         (levels_by(swap=True), "two_levels(1, 8")],
@@ -2073,11 +2132,13 @@ WRONG = {
         (balance_evenly, "the slowest stage"), (balance_greedily, "the slowest stage"),
         (balance_fewest, "balance([1, 1"), (lambda costs, p: [len(costs)], "stages of at least one layer")],
     "pipeline_parallel-5": [
-        (train_by(warm=lambda rank, p, m: m), "micro-batches at once"),
+        (train_by(warm="all"), "p = 2, m = 3: rank 0 held 3 micro-batches at once, at most 2"),
         (train_by(detach=False), "is a detach missing"),
         (train_by(leaf=False), "sent None"), (train_by(average=True), "another gradient"),
-        (train_by(warm=lambda rank, p, m: 0), "never held more than 1"),
-        (train_by(weights=True), "p = 2, m = 3, rank 0: your code raised"),
+        (train_by(warm="none"), "rank 0 never held more than 1"),
+        (train_by(twice=True), "rank 1 sent 384 bytes, 288 suffice"),
+        (train_by(warm="upside down"), "waits for a message of rank"),
+        (train_endlessly, "does not wait for a message"),
         (train_without_sending, "p = 2, m = 3: rank 0 has another gradient"),
         (lambda *given: sum(given[1:1]), "rank 0 ended without gradients")],
     "context_expert_parallel-1": [
@@ -2169,6 +2230,20 @@ WRONG = {
         (plan_by(pick=max), "quickest_plan("), (plan_by(divide=False), "quickest_plan("),
         (lambda *a: plan_by()(*a) or (0, 1, 1, 1), "expected None")],
 }
+
+
+@pytest.mark.parametrize("id, answer", [
+    ("memory-1", lambda *a, **k: torch.tensor(no_errors(*a, **k))),  # a number all the same
+    ("memory-2", lambda layers, heads, d, tokens, itemsize, tp:
+        2 * layers * max(1, heads / tp) * d * tokens * itemsize),
+    ("accumulation-1", lambda counts: torch.tensor(counts) / max(sum(counts), 1)),  # in fp32
+    ("accumulation-4", stream_never_detached),
+    ("memory-6", returns_nothing), ("precision-1", largest_as_tensor),
+    ("collectives-3", own_chunk_by()), ("collectives-3", own_chunk_directly),
+    ("collectives-3", own_chunk_in_turn), ("pipeline_parallel-5", train_by()),
+    ("pipeline_parallel-5", train_from_a_list)])
+def test_another_right_answer_passes(id, answer, capsys):
+    assert said(id, answer, capsys) == f"{id}: right"
 
 
 def test_every_exercise_has_wrong_answers():

@@ -23,7 +23,7 @@ from companion.planner import Job, find, format_size, make_plan, parse_size, pla
 from companion.planner_allocator import SIDE, Pools
 from companion.planner_models import Model, find_model, from_config, from_parameters, registry
 from companion.planner_steps import Walk, count_parameters
-from companion.planner_tape import KINDS, RecordingTape, Tape
+from companion.planner_tape import KINDS, RecordingTape, Tape, sum_workspace
 
 ROOT = Path(__file__).parents[1]
 TINY = Model("tiny", "llama", 4, 256, 8, 4, 32, 704, 5000)
@@ -159,7 +159,7 @@ def test_a_block_saves_what_the_chapter_counts(fused):
     x = tape.embedding(walk.embedding_weight, seq, shape.hidden)
     x.storage.name("activations")
     before = tape.live["activations"]
-    y = walk.layer(x, tape.tensor(seq * shape.head_dim, 2), 0)
+    y = walk.layer(x, [tape.tensor(seq * shape.head_dim, 2) for _ in range(2)], 0)
     kept = tape.live["activations"] - before
     expected = llama_block_bytes(shape, 1, seq, fused=fused, fused_norm=False)
     if not fused:  # Hugging Face computes the softmax in fp32 and keeps it beside the 16-bit copy
@@ -597,6 +597,12 @@ def test_what_costs_memory_is_never_less(name, options, split, several, change):
     what, cheap, dear = change
     options = {**options, **(split if several else {}), "in_backward": False}
     less, more = (plan(name, **{**options, what: value}).allocated for value in (cheap, dear))
+    if what == "checkpointing":  # layers that run again hold rotary tables and masks till then
+        batch, sequence = options["batch"], options["sequence"]
+        masks = 2 if name == "gemma-2-2b" else 1
+        eager = options["attention"] == "eager" or masks > 1
+        more += 2 * _block(sequence * find_model(name).head_dim * 4)
+        more += masks * _block(batch * sequence * sequence * 4) * eager
     assert more >= less
 
 
@@ -631,6 +637,141 @@ def _packed(model=TINY, packing=True, **options):
     return kept * bool(x), before - tape.total
 
 
+@pytest.mark.parametrize("attention, item", [("eager", 2), ("flash", 0)])
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_a_checkpointed_layer_holds_its_mask_through_backward(
+        attention, item, checkpointing, monkeypatch):
+    """[b, 1, T, T] of the model's forward, which else has returned when the head runs."""
+    batch, sequence = 3, 512
+    job = Job(batch=batch, sequence=sequence, attention=attention, checkpointing=checkpointing)
+    seen = []
+    for masks in (Walk._masks, lambda walk: []):
+        monkeypatch.setattr(Walk, "_masks", masks)
+        tape, ends = Tape(), {}
+        walk = Walk(TINY, job, tape)
+
+        def arrived(w, tape=tape, ends=ends):
+            ends.setdefault("backward", tape.total)  # within it: the first gradient
+
+        tape.arrived = arrived
+        planner_steps.forward_backward(
+            walk, lambda name, tape=tape, ends=ends: ends.setdefault(name, tape.total))
+        seen.append(ends)
+    with_mask, without = seen
+    mask = batch * sequence * sequence * item * checkpointing
+    assert {k: with_mask[k] - without[k] for k in without} == {
+        "forward": mask, "loss": mask, "backward": mask}
+
+
+@pytest.mark.parametrize("recipe, item", [("bf16", 2), ("fp32", 4)])
+def test_a_window_is_kept_as_numbers_by_each_layer(recipe, item):
+    """[b, 1, T, T] of the query's type beside PyTorch's attention; flash knows windows."""
+    model = replace(TINY, kv_heads=TINY.heads)
+    kept = {(a, w): _packed(replace(model, window=w), False, attention=a, recipe=recipe)[0]
+            for a in ("sdpa", "flash") for w in (128, None)}
+    more = {a: kept[a, 128] - kept[a, None] for a in ("sdpa", "flash")}
+    assert more == {"flash": 0, "sdpa": TINY.layers * 3 * 512 * 512 * item}
+
+
+# As the allocator's history shows on an H200: Llama's, Gemma's and Pythia's norms and biases.
+@pytest.mark.parametrize("outputs, rows, mebibytes", [
+    (4096, 4096, 128), (2304, 2048, 36), (2048, 8192, 128), (8192, 4096, 132), (4096, 128, 0)])
+def test_a_sum_over_rows_takes_a_workspace(outputs, rows, mebibytes):
+    assert sum_workspace(outputs, rows) == mebibytes * MiB
+    tape = RecordingTape()
+    gain = tape.parameter(outputs, 2)
+    y = tape.mul(gain, tape.tensor(rows * outputs, 2), rows)
+    tape.take()
+    tape.backward(y)
+    assert (mebibytes * MiB in tape.events) == (mebibytes > 0)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_gradients_of_a_product_come_in_the_order_of_names(bias):
+    """mm has mat2, the weight, before self; addmm has mat1, the input, before mat2."""
+    torch = pytest.importorskip("torch")
+    from torch.utils._python_dispatch import TorchDispatchMode
+    made = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **kwargs or {})
+            if function is torch.ops.aten.mm.default:
+                made.append(out.numel())
+            return out
+
+    rows, n, m = 24, 16, 8
+    x = torch.randn(rows, n, requires_grad=True)
+    w, b = torch.randn(m, n, requires_grad=True), torch.randn(m, requires_grad=True)
+    y = torch.addmm(b, x, w.t()) if bias else torch.mm(x, w.t())
+    with Watch():
+        y.sum().backward()
+    tape = RecordingTape()
+    source = tape.map(tape.op(tape.tensor(rows * n, 4), [tape.parameter(1, 4)], lambda g: [None]))
+    y = tape.linear(source, tape.parameter(n * m, 4), rows * m,
+                    tape.parameter(m, 4) if bias else None)
+    tape.take()
+    tape.backward(y)
+    sizes = [e for e in tape.events if e in (4 * rows * n, 4 * n * m)][:2]
+    assert sizes == [4 * n for n in made]
+
+
+def test_two_products_gradients_meet_in_a_third_tensor():
+    """Both are views, so the first sum is a new tensor; the third is added to it in place."""
+    for products, tensors in ((1, 1), (2, 3), (3, 4)):
+        tape = RecordingTape()
+        x = tape.op(tape.tensor(5000, 2), [tape.parameter(1, 2)], lambda g: [None])
+        loss = tape.tensor(1, 2)
+        loss = tape.op(loss, [tape.linear(x, tape.parameter(7, 2), 9) for _ in range(products)],
+                       lambda g: [g] * products)
+        tape.take()
+        tape.backward(loss)
+        assert tape.events.count(5000 * 2) == tensors
+
+
+def test_many_rows_of_a_table_are_sorted_for_their_gradient():
+    """16384 tokens and a tenth more, 4096 numbers in fp32: 281.6 MiB in a recorded history."""
+    for tokens, extra in ((16384, 18022 * 4096 * 4), (3072, 0)):
+        tape = RecordingTape()
+        x = tape.embedding(tape.parameter(32000 * 4096, 2), tokens, 4096)
+        tape.take()
+        tape.backward(x)
+        sizes = [e for e in tape.events if e > MiB]
+        assert sizes == [32000 * 4096 * 2] + [extra] * (extra > 0)
+
+
+def test_attention_without_a_kernel_looks_for_rows_of_minus_infinity():
+    """A byte a score beside the scores and their softmax; the causal mask is in numbers."""
+    tape = RecordingTape()
+    tape.grad = False
+    b, s, scores = 2, 96, 2 * TINY.heads * 96 * 96
+    walk = Walk(TINY, Job(recipe="fp32", batch=b, sequence=s), tape)
+    q, k, v = (tape.tensor(b * s * n * TINY.head_dim, 4) for n in (8, 4, 4))
+    walk.attend(q, k, v, False)
+    live, held = {}, []
+    for event in tape.events:
+        if event > 0:
+            live[len(live) + 1] = event
+            held.append(len(live))
+        else:
+            held.remove(-event)
+        sizes = [live[i] for i in held]
+        if sizes and sizes[-1] == scores and event > 0:
+            break
+    assert sizes.count(4 * scores) == 2 and sizes.count(scores) == 1
+    assert 4 * s * s in sizes
+    assert s * s not in sizes  # the bool triangle and the ones that it was cut from are gone
+
+
+def test_rotary_positions_keep_both_tables():
+    """Cosines and sines are saved for backward: their model's forward lets go of nothing."""
+    tape = Tape()
+    walk = Walk(TINY, Job(sequence=512, attention="flash"), tape)
+    x, before = walk.hidden_states(), tape.total
+    walk.held = None
+    assert x.needs and tape.total == before
+
+
 @pytest.mark.parametrize("sequence, padded", [(512, 512), (200, 208), (1, 16)])
 @pytest.mark.parametrize("recipe, item", [("bf16", 2), ("fp32", 4)])
 def test_each_layer_keeps_its_mask_as_numbers(sequence, padded, recipe, item):
@@ -639,7 +780,7 @@ def test_each_layer_keeps_its_mask_as_numbers(sequence, padded, recipe, item):
     options = dict(recipe=recipe, sequence=sequence, batch=b)
     kept = {(a, p): _packed(model, p, attention=a, **options)[0]
             for a in ("eager", "sdpa", "flash") for p in (True, False)}
-    positions = _block(b * sequence * TINY.head_dim * item) - _block(sequence * 32 * item)
+    positions = 2 * (_block(b * sequence * TINY.head_dim * item) - _block(sequence * 32 * item))
     more = {a: kept[a, True] - kept[a, False] - positions for a in ("eager", "sdpa", "flash")}
     assert more == {"eager": 0, "flash": 0,
                     "sdpa": TINY.layers * _block(b * sequence * padded * item)}

@@ -19,6 +19,7 @@ with recorded() as calls:
     [w.wait() for w in work]
 """
 ENGINES = """
+import companion.data_parallel  # mends fully_shard in torch 2.6
 from companion.wire import recorded
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -83,3 +84,17 @@ def test_a_system_that_keeps_no_count_is_said(monkeypatch):
     monkeypatch.delattr(socket, "TCP_INFO")
     with pytest.raises(ValueError, match="only Linux counts"):
         sent_bytes()
+
+
+def test_a_count_that_stays_zero_is_said():
+    """A sandbox may answer with the right length and nothing in it."""
+    cell = """
+from companion import wire
+wire._of_socket = lambda number: 0
+try:
+    wire.counted(lambda: None)
+except ValueError as error:
+    said = str(error)
+"""
+    said = ranks.run(cell, 2, get=["said"], backend="gloo").values["said"]
+    assert said == 2 * ["counted: this kernel's count of sent bytes stays zero"]
