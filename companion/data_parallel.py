@@ -317,9 +317,15 @@ class _Stage3(_Stage2):
 
     def watch(self, module, keep):
         module.register_forward_pre_hook(lambda *_: self.gather())
+        module.register_forward_hook(lambda _, __, out: self._ran(out, keep))
+
+    def _ran(self, out, keep):
         if not keep:
-            module.register_forward_hook(lambda *_: self.through())
-        module.register_full_backward_pre_hook(lambda *_: self.gather())
+            self.through()
+        # Not by the module's own backward hook: some versions warn where no input has a gradient
+        for y in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(y, torch.Tensor) and y.requires_grad:
+                y.register_hook(lambda _: self.gather())
 
     @torch.no_grad()
     def gather(self):

@@ -51,8 +51,12 @@ def _write_empty_config(folder):
     return str(folder / "pytest.ini")
 
 
-def _indent(text):
-    return "\n".join(f"    {line}" for line in text.strip().splitlines()[:60])
+def _indent(text, most=60):
+    """Its lines, the middle left out where they are many: what went wrong stands at the end."""
+    lines = text.strip().splitlines()
+    if len(lines) > most:
+        lines = [*lines[:most // 3], "...", *lines[-2 * most // 3:]]
+    return "\n".join(f"    {line}" for line in lines)
 
 
 def _gpu_count():
