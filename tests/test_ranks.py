@@ -323,7 +323,8 @@ def test_stop_leaves_nothing():
 
 
 _SCRIPT = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if a shell's job started us
 sys.path.insert(0, {root!r})
 from companion import ranks
 try:
