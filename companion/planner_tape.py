@@ -462,10 +462,10 @@ class Tape:
         return self.op(out, [q, k, v], back, saved)
 
     def embedding(self, w, tokens, hidden):
-        """Rows of a table. Backward over many tokens sorts them and sums parts of ten in fp32,
+        """Rows of a table.
 
-        for which it takes what might be needed at most. Source: ATen's
-        native/cuda/EmbeddingBackwardKernel.cu.
+        Backward over many tokens sorts them and sums parts of ten in fp32, for which it takes
+        what might be needed at most. Source: ATen's native/cuda/EmbeddingBackwardKernel.cu.
         """
         out, ids = self.tensor(tokens * hidden, w.item), self.tensor(tokens, 8)
 
