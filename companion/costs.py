@@ -20,7 +20,7 @@ import csv
 import itertools
 import math
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, cached_property
 from importlib import resources
 
 from .hardware import Gpu, gpu
@@ -101,7 +101,7 @@ class Cluster:
     per_node: int = 8
     inside: float | None = None
 
-    @property
+    @cached_property  # looked up by name, and asked for many thousand times in a fit
     def gpu(self) -> Gpu:
         return gpu(self.chip)
 
@@ -429,13 +429,19 @@ class Run:
 
         If none fits, the one that needs least memory (its ``fits`` says so).
         """
-        start = layout or self.layout
-        steps = [step(self.network, self.cluster, option, self.batch, self.seq, shares)
+        choices = self._choices if layout is None else self._fitting(layout)
+        return min((step(self.network, self.cluster, option, self.batch, self.seq, shares)
+                    for option in choices), key=lambda s: s.seconds)
+
+    @cached_property  # memory does not depend on the shares, of which a fit tries hundreds
+    def _choices(self):
+        return self._fitting(self.layout)
+
+    def _fitting(self, start):
+        steps = [step(self.network, self.cluster, option, self.batch, self.seq)
                  for option in self._options(start)]
-        good = [s for s in steps if s.fits]
-        if good:
-            return min(good, key=lambda s: s.seconds)
-        return min(steps, key=lambda s: sum(s.memory.values()))
+        good = [s.layout for s in steps if s.fits]
+        return good or [min(steps, key=lambda s: sum(s.memory.values())).layout]
 
     def _options(self, start):
         micros = (1, 2, 4, 8) if "micro" in self.open else (start.micro,)

@@ -14,6 +14,7 @@ a gradient that was sent is freed at the step's end only.
 PyTorch's own engine is torch.distributed.pipelining. Taught in: chapters/pipeline_parallel.md.
 """
 import time
+import weakref
 
 import torch
 import torch.distributed as dist
@@ -254,13 +255,20 @@ def _stream(schedule, source, to):
     return found
 
 
+_made = weakref.WeakKeyDictionary()  # {process group of all ranks: what _groups made beside it}
+
+
 def _groups(schedule):
     """A group for each direction between two ranks: NCCL runs a group's messages one by one.
 
     Each sends one number at once, since the first message of a group waits for both its ranks.
+    All engines share them: NCCL needs half a second to make and to end one.
     """
-    ranks, me, groups = range(len(schedule.actions)), dist.get_rank(), {}
+    ranks, me, groups = range(len(schedule.actions)), dist.get_rank(), _made.setdefault(
+        dist.group.WORLD, {})
     for a, b in [(a, b) for a in ranks for b in ranks if _stream(schedule, a, b)]:
+        if (a, b) in groups:
+            continue
         group = groups[a, b] = dist.new_group([a, b])
         number = torch.zeros(1, device="cuda")
         if me in (a, b):

@@ -82,6 +82,8 @@ def _prepare(job):
     loopback = "lo" if sys.platform == "linux" else "lo0"
     for name in "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME":  # the host's name may lead nowhere
         os.environ.setdefault(name, loopback)
+    if job["backend"] == "gloo":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or the first backward starts a thread a GPU
     os.chdir(job["cwd"])
     import torch
     torch.set_num_threads(1)  # many ranks share the machine, and sums keep their order
@@ -280,6 +282,7 @@ def _launch(running):
 
 def serve():
     """The agent's main loop: a job a line on stdin, an answer a line on stdout."""
+    import logging
     import multiprocessing
     from multiprocessing import forkserver
     home = Path(os.environ["TMPDIR"])
@@ -288,6 +291,8 @@ def serve():
     multiprocessing.set_forkserver_preload(_PRELOAD)
     forkserver.ensure_running()  # imports torch there while it is imported here
     import torch.distributed.launcher.api  # noqa: F401
+    logging.disable()  # nobody reads it, and torch imports all of torch._dynamo to format a line
+    _join_at_once()
     jobs, current = _Inbox(home), None
     while (job := jobs.next()) is not None:
         current = jobs.current = _Job(job)
@@ -298,6 +303,13 @@ def serve():
             answers.flush()
     shutil.rmtree(home, ignore_errors=True)
     os._exit(0)  # the fork server leaves when it sees this end; tearing torch down takes a second
+
+
+def _join_at_once():
+    """Many nodes join after 0 to 0.3 s at random, to spare their store. One has no one to spare."""
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+    if wait := getattr(dynamic_rendezvous, "_delay", None):
+        dynamic_rendezvous._delay = lambda seconds: None if isinstance(seconds, tuple) else wait(seconds)
 
 
 class _Inbox:

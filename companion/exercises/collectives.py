@@ -29,35 +29,7 @@ def _crossing(answer):
                 raise Wrong(f"{call}: expected {want:.6g}, got {got:.6g}")
 
 
-# For cells on ranks whose answer may hang: it runs on a thread, since a send in C++ hears no signal
-WITHIN = """
-import sys
-import threading
-
-
-def within(seconds, job, hint):
-    ended = {}
-
-    def run():
-        try:
-            ended["value"] = job()
-        except Exception as error:
-            ended["error"] = error
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if thread.is_alive():
-        frame, code = sys._current_frames()[thread.ident], answer.__code__
-        while frame.f_back and frame.f_code.co_filename != code.co_filename:
-            frame = frame.f_back
-        raise TimeoutError(f"no end within {seconds:g} s: still in line "
-                           f"{frame.f_lineno - code.co_firstlineno + 1} of your function; {hint()}")
-    if "error" in ended:
-        raise ended["error"]
-    return ended["value"]
-"""
-_OWN_CHUNK = WITHIN + """
+_OWN_CHUNK = """
 from companion.counting import Film
 from companion.wire import recorded
 

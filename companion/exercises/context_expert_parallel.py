@@ -59,8 +59,9 @@ class _Ranks:
         return outs
 
 
-class _Largest(TorchDispatchMode):
+class Largest(TorchDispatchMode):
     """Notes the most numbers that one tensor made under it has."""
+    # On ranks: to enter a mode imports torch._dynamo, a second's work, which is done there already
     numbers = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -146,7 +147,10 @@ def _ring(answer):
     for n in 1, 2, 3, 4:
         for H, K in (1, 1), (4, 2):
             _one_ring(answer, n, H, K, c=8, d=3)
-    _real(answer, "3 real ranks", 3, _REAL_RING)
+    for r, (largest, scores, room) in enumerate(_real(answer, "3 real ranks", 3, _REAL_RING)):
+        if largest > room:
+            raise Wrong(f"3 real ranks: rank {r} made a tensor of {largest} numbers; one block of "
+                        f"scores has {scores}, so keep no more than {room} in one")
 
 
 def _one_ring(answer, n, H, K, c, d):
@@ -155,7 +159,7 @@ def _one_ring(answer, n, H, K, c, d):
     q, k, v = (torch.randn(h, n * c, d, generator=draw, dtype=torch.float64) for h in (H, K, K))
     want = torch.nn.functional.scaled_dot_product_attention(
         q[None], k[None], v[None], is_causal=True, enable_gqa=True)[0]
-    ranks, largest = _Ranks(n), [0] * n
+    ranks = _Ranks(n)
 
     def one(rank):
         mine = [x[:, rank * c:(rank + 1) * c].clone() for x in (q, k, v)]
@@ -164,20 +168,13 @@ def _one_ring(answer, n, H, K, c, d):
             empty = x.new_empty(0)
             items = [x if s == (rank + 1) % n else empty for s in range(n)]
             return ranks.send(rank, items)[(rank - 1) % n]
-        with _Largest() as seen:
-            out = answer(*mine, rank, n, pass_right)
-        largest[rank] = seen.numbers
-        return out
+        return answer(*mine, rank, n, pass_right)
     outs = ranks.run(where, one)
     for r, out in enumerate(outs):
         _close(f"{where}: rank {r}", out, want[:, r * c:(r + 1) * c])
         most = (n - 1) * 2 * K * c * d
         if ranks.numbers[r] > most:
             raise Wrong(f"{where}: rank {r} sent {ranks.numbers[r]} numbers; {most} are enough")
-        room = max(H * c * c, 2 * H * c * d)
-        if largest[r] > room:
-            raise Wrong(f"{where}: rank {r} made a tensor of {largest[r]} numbers; one block of "
-                        f"scores has {H * c * c}, so keep no more than {room} in one")
 
 
 def _dispatch(answer):
@@ -216,6 +213,7 @@ def _one_dispatch(answer, n, c, k, crowded):
 # ---------------------------------------------------------------- real ranks
 
 _REAL_RING = """
+from companion.exercises.context_expert_parallel import Largest
 from companion.wire import counted
 H, K, c, d, outs = 4, 2, 64, 16, []
 draw = torch.Generator().manual_seed(0)
@@ -232,9 +230,11 @@ def pass_right(x):
         work.wait()
     return got
 mine = [x[:, here].clone() for x in (q, k, v)]
-sent = counted(lambda: outs.append(answer(*mine, rank, world_size, pass_right)))
+with Largest() as seen:
+    sent = counted(lambda: outs.append(answer(*mine, rank, world_size, pass_right)))
 off = (outs[0] - want[:, here]).abs().max().item()
-report = off, sent, 8 * 2 * (world_size - 1) * K * c * d
+report = off, sent, 8 * 2 * (world_size - 1) * K * c * d, (
+    seen.numbers, H * c * c, max(H * c * c, 2 * H * c * d))
 """
 
 _REAL_DISPATCH = """
@@ -262,12 +262,15 @@ sent = counted(lambda: outs.append(answer(*mine)))
 off = (outs[0] - want).abs().max().item()
 chosen = (gates > 0).sum(1)
 away = chosen[rank].sum() + chosen[:, rank].sum() - 2 * chosen[rank, rank]
-report = off, sent, 8 * D * away.item()
+report = off, sent, 8 * D * away.item(), None
 """
 
 
 def _real(answer, where, n, cell):
-    """The answer on ``n`` processes, its bytes counted on the wire; 3 KB of them are headers."""
+    """What else ``cell`` reports of the answer on ``n`` processes, its bytes counted on the wire.
+
+    3 KB of them are headers.
+    """
     try:
         reports = on_ranks(where, answer, n, cell)
     except Wrong as wrong:
@@ -275,11 +278,12 @@ def _real(answer, where, n, cell):
             raise
         raise Wrong(f"{wrong}. On real ranks your function finds torch and F only; import or "
                     "define anything else inside it") from wrong
-    for r, (off, sent, needed) in enumerate(reports):
+    for r, (off, sent, needed, _) in enumerate(reports):
         if not off < 1e-9:
             raise Wrong(f"{where}: rank {r} is off by {off:.3g}")
         if sent > 1.02 * needed + 3000:
             raise Wrong(f"{where}: rank {r} sent {sent:,} bytes; {needed:,} are enough")
+    return [more for *_, more in reports]
 
 
 def _list(items, n):

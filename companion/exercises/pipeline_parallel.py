@@ -10,7 +10,6 @@ from .. import schedules as s
 from ..exercise import Wrong
 from ..grading import number, refuses, run
 from ..grading_ranks import on_ranks
-from .collectives import WITHIN
 
 PATIENCE = 5.0  # seconds that an answer may take, or a rank wait for a message
 
@@ -141,7 +140,7 @@ def _balance(answer):
 
 # ---------------------------------------------------------------- a rank that trains
 
-_TRAIN = WITHIN + """
+_TRAIN = """
 from companion.wire import recorded
 
 SHAPE, works, waits = (3, 4), [], []  # a send that is dropped before its end is canceled
