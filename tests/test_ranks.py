@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("torch")
-from companion import ranks  # noqa: E402
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous  # noqa: E402
+
+from companion import ranks, ranks_agent  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -88,6 +90,22 @@ def test_a_later_launch_is_cheaper_than_importing_torch():
     started = time.perf_counter()
     subprocess.run([sys.executable, "-c", "import torch"], check=True)
     assert min(launches) < time.perf_counter() - started
+
+
+# Catches ranks on the CPU that start the GPU: their first backward then takes a tenth of a second.
+def test_ranks_on_the_cpu_see_no_gpu(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert run("import os; seen = os.environ['CUDA_VISIBLE_DEVICES']", 2, get=["seen"]).values["seen"] == ["", ""]
+
+
+# Catches the 0 to 0.3 s at random that many nodes would wait before they join: 1.5 s for ten.
+def test_a_launch_does_not_wait_for_other_nodes(monkeypatch):
+    waited = []
+    monkeypatch.setattr(dynamic_rendezvous, "_delay", waited.append)
+    ranks_agent._join_at_once()
+    dynamic_rendezvous._delay((0, 0.3))
+    dynamic_rendezvous._delay(1)
+    assert waited == [1]
 
 
 def test_bare_makes_no_group():
