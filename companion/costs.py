@@ -438,7 +438,8 @@ class Run:
         return self._fitting(self.layout)
 
     def _fitting(self, start):
-        steps = [step(self.network, self.cluster, option, self.batch, self.seq)
+        any_shares = {self.cluster.gpu.architecture: 1.0, "link": 1.0}
+        steps = [step(self.network, self.cluster, option, self.batch, self.seq, any_shares)
                  for option in self._options(start)]
         good = [s.layout for s in steps if s.fits]
         return good or [min(steps, key=lambda s: sum(s.memory.values())).layout]

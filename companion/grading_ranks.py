@@ -5,10 +5,10 @@ import marshal
 from . import ranks
 from .exercise import Wrong, _does_nothing, _NotAttempted
 
-SECONDS = 15  # for a cell with an answer, of which the ranks need one
+SECONDS = 15  # that a cell with an answer may take; a right one takes about one
 
 # within() runs an answer that may hang on a thread, since a send in C++ hears no signal, and says
-# in which line of the answer it was. A cell that has no use for that is ended after SECONDS.
+# in which line of the answer it was. Without it a cell that hangs is ended after SECONDS.
 _ANSWER = """
 import marshal, sys, threading, types
 import torch.nn.functional as F

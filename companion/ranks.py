@@ -16,7 +16,7 @@ when all have ended, sorted by rank. Options:
                     classes travel as source, everything else as a copy
     --get NAMES     names of the cell to bring back: each becomes a list, one value a rank
     --timeout S     seconds after which the ranks are stopped (60)
-    --gloo          gloo on the CPU even where there are enough GPUs
+    --gloo          gloo on the CPU even where there are enough GPUs; the ranks see none of them
     --bare          do not make a process group: the cell does
     --fails         the cell is expected to fail: print how, instead of raising
 

@@ -291,7 +291,7 @@ def serve():
     multiprocessing.set_forkserver_preload(_PRELOAD)
     forkserver.ensure_running()  # imports torch there while it is imported here
     import torch.distributed.launcher.api  # noqa: F401
-    logging.disable()  # nobody reads it, and torch imports all of torch._dynamo to format a line
+    logging.disable()  # torch imports all of torch._dynamo to format a line; tracebacks still come
     _join_at_once()
     jobs, current = _Inbox(home), None
     while (job := jobs.next()) is not None:

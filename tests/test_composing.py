@@ -298,6 +298,15 @@ def test_times_must_be_positive(wrong):
             f(*wrong)
 
 
+# Catches a fit that needs its own result: shares of chips that nobody has fitted yet.
+def test_a_run_on_a_chip_without_a_fitted_share():
+    run = next(r for r in costs.runs() if r.cluster.gpu.architecture == "Hopper" and r.open)
+    new = replace(run, cluster=replace(run.cluster, chip="B200"))
+    quick, slow = (new.predict({"Blackwell": share, "link": 0.9}).seconds for share in (0.9, 0.3))
+    assert quick < slow
+    assert costs.fit([new]).keys() == {"Blackwell", "link"}
+
+
 # ---------------------------------------------------------------- beside two GPUs
 
 def test_the_network_of_the_prediction_is_the_decoder_that_was_measured():

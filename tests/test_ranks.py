@@ -98,13 +98,13 @@ def test_ranks_on_the_cpu_see_no_gpu(monkeypatch):
     assert run("import os; seen = os.environ['CUDA_VISIBLE_DEVICES']", 2, get=["seen"]).values["seen"] == ["", ""]
 
 
-# Catches the 0 to 0.3 s at random that many nodes would wait before they join: 1.5 s for ten.
-def test_a_launch_does_not_wait_for_other_nodes(monkeypatch):
+# Catches a patch that no longer fits how elastic calls for a wait, or that drops all waits.
+def test_only_the_wait_at_random_is_left_out(monkeypatch):
     waited = []
-    monkeypatch.setattr(dynamic_rendezvous, "_delay", waited.append)
+    monkeypatch.setattr(dynamic_rendezvous, "_delay", lambda seconds: waited.append(seconds))
     ranks_agent._join_at_once()
-    dynamic_rendezvous._delay((0, 0.3))
-    dynamic_rendezvous._delay(1)
+    dynamic_rendezvous._delay(seconds=(0, 0.3))
+    dynamic_rendezvous._delay(seconds=1)
     assert waited == [1]
 
 

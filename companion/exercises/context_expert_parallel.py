@@ -61,7 +61,7 @@ class _Ranks:
 
 class Largest(TorchDispatchMode):
     """Notes the most numbers that one tensor made under it has."""
-    # On ranks: to enter a mode imports torch._dynamo, a second's work, which is done there already
+    # For ranks only: to enter a mode imports torch._dynamo, a second's work that they have behind them
     numbers = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -215,7 +215,7 @@ def _one_dispatch(answer, n, c, k, crowded):
 _REAL_RING = """
 from companion.exercises.context_expert_parallel import Largest
 from companion.wire import counted
-H, K, c, d, outs = 4, 2, 64, 16, []
+H, K, c, d, outs = 2, 2, 64, 32, []
 draw = torch.Generator().manual_seed(0)
 q, k, v = (torch.randn(h, world_size * c, d, generator=draw, dtype=torch.float64)
            for h in (H, K, K))

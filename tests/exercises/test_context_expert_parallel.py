@@ -94,6 +94,22 @@ def ring_gathers(q, k, v, rank, n, pass_right):
     return s.softmax(-1) @ values
 
 
+def ring_gathers_keys(q, k, v, rank, n, pass_right):
+    kv = torch.stack([k, v])
+    parts = {rank: kv}
+    for step in range(1, n):
+        kv = pass_right(kv)
+        parts[(rank - step) % n] = kv
+    keys, values = (torch.cat([parts[r][i] for r in range(rank + 1)], 1) for i in (0, 1))
+    keys, values = (x.repeat_interleave(len(q) // len(k), 0) for x in (keys, values))
+    rows = []
+    for i in range(q.shape[1]):  # never the scores of a whole block
+        end = rank * q.shape[1] + i + 1
+        s = (q[:, i:i + 1] @ keys[:, :end].transpose(-1, -2)) / q.shape[-1] ** 0.5
+        rows.append(s.softmax(-1) @ values[:, :end])
+    return torch.cat(rows, 1)
+
+
 def ring_by_shared_memory(q, k, v, rank, n, pass_right, shared={}):
     """Right where ranks are played in one process; real ones share no dictionary."""
     shared[rank] = torch.stack([k, v])
@@ -154,6 +170,7 @@ WRONG = {
         (ring_by(rescale=False), "off by"), (ring_by(mask=False), "off by"),
         (ring_by(passes=lambda rank: 0), "are enough"), (ring_by(passes=lambda rank: -1 - (rank == 0)), "waited"),
         (ring_by(group=False), "4 query and 2"), (ring_gathers, "keep no more than"),
+        (ring_gathers_keys, "keep no more than"),
         (ring_by_shared_memory, "3 real ranks"), (ring_of_names, "anything else inside it")],
     "context_expert_parallel-5": [
         (dispatch_by(weigh=False), "off by"), (dispatch_by(softmax="all"), "off by"),
