@@ -47,8 +47,6 @@ TABLE = {
     "QLoRA":
         {"Memory": ("states of a 7B: 3.77 GB, not 112; scales come on top",
                     ["C097", "C095", "C025"])},
-    "Sharding over 8 GPUs":
-        {"Memory": ("states: 14 GB on each, not 112", ["C098"])},
     "Smaller batch, shorter sequence":
         {"Memory": ("activations only, no state", ["C003", "C022", "C028"])},
     "Recomputation":
@@ -79,6 +77,66 @@ TABLE = {
         {"Memory": ("no temporaries, else as large as all parameters", ["C515"])},
     "Gradients set to None":
         {"Memory": ("peak: lower by the smaller of gradients and activations", ["C512"])},
+    "Data parallelism":
+        {"Memory": ("states: all of them on each rank", ["C062"]),
+         "Communication": ("2(n - 1)/n times the gradients a step", ["C327"]),
+         "Accuracy": ("one process's result, if gradients are averaged", ["C315"])},
+    "Sharded states, ZeRO-1":
+        {"Memory": ("states of a 7B on 8 GPUs: 38.5 GB on each, not 112", ["C065", "C098"]),
+         "Communication": ("as much as data parallelism", ["C328"]),
+         "Accuracy": ("one process's result", ["C798"])},
+    "Full sharding, ZeRO-3 and FSDP2":
+        {"Memory": ("states of a 7B on 8 GPUs: 14 GB on each, not 112; activations stay",
+                    ["C065", "C098", "C333"]),
+         "Communication": ("1.5 times data parallelism's", ["C064"]),
+         "Accuracy": ("one process's result", ["C795"])},
+    "Averaging every 500 steps":
+        {"Communication": ("250 times less, with float32 differences", ["C571"]),
+         "Accuracy": ("no longer one process's result", ["C804"])},
+    "Tensor parallelism over t ranks":
+        {"Memory": ("activations of a GPT block: 10 + 24/t of 34 bytes", ["C342"]),
+         "Communication": ("two all-reduces of the activations forward and two backward a layer",
+                           ["C339"]),
+         "Accuracy": ("one process's result", ["C340"])},
+    "Tokens cut too, sequence parallelism":
+        {"Memory": ("activations of a GPT block: 34/t if inputs are gathered again, else 4 + 30/t",
+                    ["C817", "C818"]),
+         "Communication": ("tensor parallelism's bytes; 1.25 times if gathered again",
+                           ["C343", "C819"]),
+         "Accuracy": ("one process's result", ["C340"])},
+    "Pipeline of p stages, GPipe":
+        {"Memory": ("activations of all m micro-batches on each rank", ["C336", "C838"]),
+         "Compute": ("idle (p - 1)/(m + p - 1) of the time", ["C057"]),
+         "Communication": ("one message a micro-batch, boundary and direction", ["C839", "C872"]),
+         "Accuracy": ("one process's result", ["C835"])},
+    "1F1B":
+        {"Memory": ("activations of min(m, p - r) micro-batches on rank r, not of m", ["C336"]),
+         "Compute": ("exactly GPipe's time, if messages take none", ["C336"]),
+         "Accuracy": ("one process's result", ["C835"])},
+    "Interleaving, v stages a rank":
+        {"Memory": ("activations of p(1 + (p - 1)/(pv)) micro-batches on the first rank", ["C831"]),
+         "Compute": ("the bubble divided by v", ["C831"]),
+         "Communication": ("2m(pv - 1) messages on all ranks together", ["C831"]),
+         "Accuracy": ("one process's result", ["C835"])},
+    "Zero bubble, ZB-H1":
+        {"Memory": ("activations of p micro-batches at most", ["C832"]),
+         "Compute": ("a bubble of (p - 1)(F + I - W); PyTorch's starts autograd once a weight",
+                     ["C832", "C895"]),
+         "Accuracy": ("one process's result", ["C835"])},
+    "Ring attention":
+        {"Memory": ("its own q, k, v and output on each rank, nothing of the others", ["C852"]),
+         "Compute": ("equal work on every rank with zigzag chunks; contiguous ones use 57 % of 4",
+                     ["C418", "C419"]),
+         "Communication": ("2(n - 1) B K c d numbers forward, 2(2n - 1) B K c d backward", ["C851"]),
+         "Accuracy": ("one process's result", ["C319", "C854"])},
+    "Ulysses":
+        {"Communication": ("the ring's divided by n K / (H + K): for Llama-3-8B less on 8 ranks, more on 4",
+                           ["C420", "C853"]),
+         "Accuracy": ("one process's result", ["C854"])},
+    "Expert parallelism":
+        {"Memory": ("the router and E/n experts on each rank", ["C857"]),
+         "Communication": ("D numbers for each slot on another rank, and as many back", ["C856"]),
+         "Accuracy": ("one process's result; with a capacity, tokens are dropped", ["C320", "C428"])},
 }
 
 
