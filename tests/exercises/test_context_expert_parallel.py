@@ -80,34 +80,24 @@ def ring_by(rescale=True, mask=True, passes=None, group=True):
     return one_rank
 
 
-def ring_gathers(q, k, v, rank, n, pass_right):
-    kv = torch.stack([k, v])
-    parts = {rank: kv}
-    for step in range(1, n):
-        kv = pass_right(kv)
-        parts[(rank - step) % n] = kv
-    keys, values = torch.cat([parts[r] for r in range(rank + 1)], 2)
-    keys, values = (x.repeat_interleave(len(q) // len(k), 0) for x in (keys, values))
-    s = q @ keys.transpose(-1, -2) / q.shape[-1] ** 0.5
-    c = q.shape[1]
-    s = s + torch.full_like(s, -torch.inf).triu(1 + rank * c)
-    return s.softmax(-1) @ values
-
-
-def ring_gathers_keys(q, k, v, rank, n, pass_right):
-    kv = torch.stack([k, v])
-    parts = {rank: kv}
-    for step in range(1, n):
-        kv = pass_right(kv)
-        parts[(rank - step) % n] = kv
-    keys, values = (torch.cat([parts[r][i] for r in range(rank + 1)], 1) for i in (0, 1))
-    keys, values = (x.repeat_interleave(len(q) // len(k), 0) for x in (keys, values))
-    rows = []
-    for i in range(q.shape[1]):  # never the scores of a whole block
-        end = rank * q.shape[1] + i + 1
-        s = (q[:, i:i + 1] @ keys[:, :end].transpose(-1, -2)) / q.shape[-1] ** 0.5
-        rows.append(s.softmax(-1) @ values[:, :end])
-    return torch.cat(rows, 1)
+def ring_gathers(at_once):
+    """All keys and values come together; at_once: so do a block's scores, else row by row."""
+    def one_rank(q, k, v, rank, n, pass_right):
+        kv, c = torch.stack([k, v]), q.shape[1]
+        parts = {rank: kv}
+        for step in range(1, n):
+            kv = pass_right(kv)
+            parts[(rank - step) % n] = kv
+        whole = torch.cat([parts[r] for r in range(rank + 1)], 2)
+        keys, values = whole.repeat_interleave(len(q) // len(k), 1)
+        rows = []
+        for first in range(0, c, c if at_once else 1):
+            mine = q[:, first:first + (c if at_once else 1)]
+            s = mine @ keys.transpose(-1, -2) / q.shape[-1] ** 0.5
+            s = s + torch.full_like(s, -torch.inf).triu(1 + rank * c + first)
+            rows.append(s.softmax(-1) @ values)
+        return torch.cat(rows, 1)
+    return one_rank
 
 
 def ring_by_shared_memory(q, k, v, rank, n, pass_right, shared={}):
@@ -169,8 +159,8 @@ WRONG = {
     "context_expert_parallel-4": [
         (ring_by(rescale=False), "off by"), (ring_by(mask=False), "off by"),
         (ring_by(passes=lambda rank: 0), "are enough"), (ring_by(passes=lambda rank: -1 - (rank == 0)), "waited"),
-        (ring_by(group=False), "4 query and 2"), (ring_gathers, "keep no more than"),
-        (ring_gathers_keys, "keep no more than"),
+        (ring_by(group=False), "4 query and 2"), (ring_gathers(True), "keep no more than"),
+        (ring_gathers(False), "keep no more than"),
         (ring_by_shared_memory, "3 real ranks"), (ring_of_names, "anything else inside it")],
     "context_expert_parallel-5": [
         (dispatch_by(weigh=False), "off by"), (dispatch_by(softmax="all"), "off by"),
