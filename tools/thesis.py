@@ -130,7 +130,7 @@ TABLE = {
          "Communication": ("2(n - 1) B K c d numbers forward, 2(2n - 1) B K c d backward", ["C851"]),
          "Accuracy": ("one process's result", ["C319", "C854"])},
     "Ulysses":
-        {"Communication": ("the ring's divided by n K / (H + K): for Llama-3-8B less on 8 ranks, more on 4",
+        {"Communication": ("the ring's over n K / (H + K), n up to K: less for Llama-3-8B on 8 ranks, more on 4",
                            ["C420", "C853"]),
          "Accuracy": ("one process's result", ["C854"])},
     "Expert parallelism":

@@ -88,8 +88,8 @@ def ring_gathers(at_once):
         for step in range(1, n):
             kv = pass_right(kv)
             parts[(rank - step) % n] = kv
-        whole = torch.cat([parts[r] for r in range(rank + 1)], 2)
-        keys, values = whole.repeat_interleave(len(q) // len(k), 1)
+        keys, values = (torch.cat([parts[r][i] for r in range(rank + 1)], 1) for i in (0, 1))
+        keys, values = (x.repeat_interleave(len(q) // len(k), 0) for x in (keys, values))
         rows = []
         for first in range(0, c, c if at_once else 1):
             mine = q[:, first:first + (c if at_once else 1)]
