@@ -32,7 +32,6 @@ import atexit
 import contextlib
 import inspect
 import json
-import linecache
 import os
 import pickle
 import re
@@ -125,7 +124,8 @@ class _Agent:
         self.count, self.owner = 0, os.getpid()
         path = os.pathsep.join(os.path.abspath(p) for p in sys.path)
         environment = {  # the log level is read when the fork server imports torch, once
-            "TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ,
+            # torch asks the resolver for every peer's name; one that is slow costs 1 s, not 5
+            "RES_OPTIONS": "timeout:1", "TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ,
             "TMPDIR": str(self.home), "PYTHONPATH": path, "PYTHONUTF8": "1"}
         with (self.home / "log").open("w") as log:
             self.process = subprocess.Popen(
@@ -348,29 +348,36 @@ def _parse(line):
     return options
 
 
-def _source(value):
+def _source(value, shell):
     """The source text of a function or class of the notebook."""
     if inspect.isfunction(value):
         return textwrap.dedent(inspect.getsource(value))
-    codes = [f.__code__ for f in vars(value).values() if inspect.isfunction(f)]
-    text = "".join(linecache.getlines(codes[0].co_filename)) if codes else ""
-    for node in ast.parse(text).body:
-        if isinstance(node, ast.ClassDef) and node.name == value.__name__:
-            first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
-            return "\n".join(text.splitlines()[first - 1:node.end_lineno])
-    raise ValueError(f"%%torchrun --with: the source of class {value.__name__!r} is not known")
+    for text in reversed(shell.user_ns["In"]):  # a class does not know its own file
+        cell = shell.transform_cell(text)
+        for node in _definitions(cell):
+            if isinstance(node, ast.ClassDef) and node.name == value.__name__:
+                first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+                return "\n".join(cell.splitlines()[first - 1:node.end_lineno])
+    raise ValueError(f"%%torchrun --with: no cell defines class {value.__name__!r} at its top level")
 
 
-def _taken(names, namespace):
+def _definitions(cell):
+    try:
+        return ast.parse(cell).body[::-1]
+    except SyntaxError:
+        return []
+
+
+def _taken(names, shell):
     """(values, sources) of the notebook's ``names``."""
     values, sources = {}, {}
     for name in names:
-        if name not in namespace:
+        if name not in shell.user_ns:
             raise ValueError(f"%%torchrun --with: the notebook has no {name!r}")
-        value = namespace[name]
+        value = shell.user_ns[name]
         own = isinstance(value, (types.FunctionType, type)) and value.__module__ == "__main__"
         if own:
-            sources[name] = _source(value)
+            sources[name] = _source(value, shell)
         else:
             values[name] = value
     return values, sources
@@ -380,8 +387,8 @@ def torchrun(line, cell):
     """``%%torchrun --nproc N [options]``: run the cell on N ranks. See the module's text."""
     from IPython import get_ipython
     options = _parse(line)
-    namespace = get_ipython().user_ns
-    values, sources = _taken(options.given, namespace)
+    shell = get_ipython()
+    values, sources = _taken(options.given, shell)
     try:
         outcome = run(cell, options.nproc, values=values, sources=sources, get=options.get,
                       timeout=options.timeout, backend="gloo" if options.gloo else None,
@@ -395,7 +402,7 @@ def torchrun(line, cell):
     _show(outcome.stdout, outcome.stderr)
     if options.fails:
         raise ValueError("%%torchrun --fails: the cell was expected to fail, and did not")
-    namespace.update(outcome.values)
+    shell.user_ns.update(outcome.values)
 
 
 def _show(stdout, stderr):
