@@ -32,6 +32,7 @@ import atexit
 import contextlib
 import inspect
 import json
+import linecache
 import os
 import pickle
 import re
@@ -352,18 +353,27 @@ def _source(value, shell):
     """The source text of a function or class of the notebook."""
     if inspect.isfunction(value):
         return textwrap.dedent(inspect.getsource(value))
-    for text in reversed(shell.user_ns["In"]):  # a class does not know its own file
-        cell = shell.transform_cell(text)
-        for node in _definitions(cell):
+    for text in _texts(value, shell):
+        for node in _definitions(text):
             if isinstance(node, ast.ClassDef) and node.name == value.__name__:
                 first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
-                return "\n".join(cell.splitlines()[first - 1:node.end_lineno])
+                return "\n".join(text.splitlines()[first - 1:node.end_lineno])
     raise ValueError(f"%%torchrun --with: no cell defines class {value.__name__!r} at its top level")
 
 
-def _definitions(cell):
+def _texts(value, shell):
+    """Where a class may stand: its methods know their cell. Without any, the latest cell first."""
+    for member in vars(value).values():
+        function = getattr(member, "__func__", member)  # of a static or class method
+        if inspect.isfunction(function):
+            yield "".join(linecache.getlines(function.__code__.co_filename))
+    for cell in reversed(shell.user_ns["In"]):
+        yield shell.transform_cell(cell)
+
+
+def _definitions(text):
     try:
-        return ast.parse(cell).body[::-1]
+        return ast.parse(text).body[::-1]
     except SyntaxError:
         return []
 
