@@ -4,6 +4,7 @@
 
 Reads results/parallel_bandwidth_N.json and results/parallel_steps_N.json for every number N of
 GPUs that was measured, and writes companion/data/parallel.json. Standard library only.
+parallel_steps_N_again.json is a second run, on a machine of the same description.
 """
 import json
 import re
@@ -15,10 +16,10 @@ STEP = "name", "seconds", "tokens_per_s", "mfu", "peak_bytes", "profile", "summa
 
 
 def packaged(folder=RESULTS):
-    """{GPUs: {"provenance", "bandwidth": rows, "steps": rows}} of the stored runs."""
+    """{GPUs: {"provenance", "bandwidth": rows, "steps": rows, "steps_again": rows}}, as stored."""
     found = {}
     for path in sorted(folder.glob("parallel_*_*.json")):
-        kind, ranks = re.fullmatch(r"parallel_(bandwidth|steps)_(\d+)", path.stem).groups()
+        kind, ranks, again = re.fullmatch(r"parallel_([a-z]+)_(\d+)(_again)?", path.stem).groups("")
         stored = json.loads(path.read_text(encoding="utf-8"))
         rows = stored["results"]["rows"]
         if kind == "bandwidth":
@@ -27,7 +28,7 @@ def packaged(folder=RESULTS):
         else:
             rows = [{k: r[k] for k in STEP if r.get(k) is not None} for r in rows]
         of = found.setdefault(ranks, {"provenance": {}})
-        of[kind], of["provenance"][kind] = rows, stored["provenance"]
+        of[kind + again], of["provenance"][kind + again] = rows, stored["provenance"]
     return found
 
 

@@ -55,8 +55,9 @@ def run_rank(job):
     try:
         _execute(job, rank, _join_group(job))
         _write(folder / f"{rank}.end", {"kind": "done", "time": time.time_ns()})
+        # Groups end with their process, by os._exit. To destroy one costs half a second with
+        # NCCL, and with gloo and torch 2.6 a busy machine hung in it now and then.
         _wait_for_all(folder, job["nproc"])
-        _leave_group()
     except BaseException as error:
         end = _described(error)
         _write(folder / f"{rank}.end", {**end, "time": time.time_ns()})
@@ -123,17 +124,6 @@ def _join_group(job):
     return names
 
 
-def _leave_group():
-    """End NCCL's group, or it warns. Gloo's is left to the end of the process, which is now.
-
-    Its destructor joins a thread that may wait for Python's lock, which the destructor's caller
-    holds: with torch 2.6, a few of a hundred cells hung there on a busy machine.
-    """
-    import torch.distributed as dist
-    if dist.is_initialized() and dist.get_backend() == "nccl":
-        dist.destroy_process_group()
-
-
 def _execute(job, rank, names):
     main = sys.modules["__main__"]
     main.__dict__.update(names, __name__="__main__")
@@ -143,6 +133,8 @@ def _execute(job, rank, names):
         file = f"<{name}>" if name else CELL
         linecache.cache[file] = (len(source), None, source.splitlines(True), file)
         exec(compile(source, file, "exec", dont_inherit=True), main.__dict__)
+    if names["device"].type == "cuda":
+        names["torch"].cuda.synchronize()  # peers get what was sent; a late error is heard
     kept = {}
     for name in job["get"]:
         if name not in main.__dict__:
