@@ -4,7 +4,7 @@
 
 Reads results/parallel_bandwidth_N.json and results/parallel_steps_N.json for every number N of
 GPUs that was measured, and writes companion/data/parallel.json. Standard library only.
-parallel_steps_N_again.json is a second run, on a machine of the same description.
+parallel_steps_N_again.json is a second run, on what was rented as the same machine.
 """
 import json
 import re
@@ -19,7 +19,7 @@ def packaged(folder=RESULTS):
     """{GPUs: {"provenance", "bandwidth": rows, "steps": rows, "steps_again": rows}}, as stored."""
     found = {}
     for path in sorted(folder.glob("parallel_*_*.json")):
-        kind, ranks, again = re.fullmatch(r"parallel_([a-z]+)_(\d+)(_again)?", path.stem).groups("")
+        kind, ranks, again = re.fullmatch(r"parallel_(bandwidth|steps)_(\d+)(_again)?", path.stem).groups("")
         stored = json.loads(path.read_text(encoding="utf-8"))
         rows = stored["results"]["rows"]
         if kind == "bandwidth":

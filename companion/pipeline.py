@@ -262,7 +262,7 @@ def _groups(schedule):
     """A group for each direction between two ranks: NCCL runs a group's messages one by one.
 
     Each sends one number at once, since the first message of a group waits for both its ranks.
-    All engines share them: NCCL needs half a second to make and to end one.
+    All engines share them: NCCL needs a while to make one.
     """
     ranks, me, groups = range(len(schedule.actions)), dist.get_rank(), _made.setdefault(
         dist.group.WORLD, {})

@@ -8,7 +8,7 @@
     print(x.tolist())
 
 Each rank is a process with an empty namespace. The process group is made before the cell and
-ended after it: NCCL if every rank has a GPU, gloo otherwise. What the ranks print is shown
+ends with its process: NCCL if every rank has a GPU, gloo otherwise. What the ranks print is shown
 when all have ended, sorted by rank. Options:
 
     --nproc N       how many ranks (1 to 64)
@@ -23,7 +23,8 @@ when all have ended, sorted by rank. Options:
 A cell that fails raises ``RanksFailed``: which rank failed first, after how long, and where.
 Beyond one machine use ``torchrun --nnodes`` itself, with the cell as a script.
 
-Limits: POSIX only; ranks compute with one thread each; MOST_SHOWN characters a rank are shown.
+Limits: POSIX only; ranks compute with one thread each; MOST_SHOWN characters a rank are shown;
+a rank asks for a host's name twice, a second each, unless RES_OPTIONS says otherwise.
 Taught in: chapters/collectives.
 """
 import argparse
@@ -125,7 +126,7 @@ class _Agent:
         self.count, self.owner = 0, os.getpid()
         path = os.pathsep.join(os.path.abspath(p) for p in sys.path)
         environment = {  # the log level is read when the fork server imports torch, once
-            # torch asks the resolver for every peer's name; one that is slow costs 1 s, not 5
+            # torch looks up every peer's name; a question that is lost costs 1 s so, not 5
             "RES_OPTIONS": "timeout:1", "TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ,
             "TMPDIR": str(self.home), "PYTHONPATH": path, "PYTHONUTF8": "1"}
         with (self.home / "log").open("w") as log:
@@ -310,7 +311,7 @@ def _state(end, where, lines):
     if end is None:
         if where is None:
             return "ended without a word"
-        return f"was at {_line(where, lines)}" if where else "was outside the cell"
+        return f"was at {_line(where, lines)}" if where else "had not begun, or waited for its GPU"
     if end["kind"] == "done":
         return "had finished"
     return f"raised {end['type']}" + (f" at {_line(end['line'], lines)}" if end["line"] else "")
@@ -364,11 +365,10 @@ def _source(value, shell):
 def _texts(value, shell):
     """Where a class may stand: its methods know their cell. Without any, the latest cell first."""
     for member in vars(value).values():
-        function = getattr(member, "__func__", member)  # of a static or class method
-        if inspect.isfunction(function):
+        function = inspect.unwrap(getattr(member, "__func__", member))  # of a static or class method
+        if inspect.isfunction(function) and function.__module__ == "__main__":
             yield "".join(linecache.getlines(function.__code__.co_filename))
-    for cell in reversed(shell.user_ns["In"]):
-        yield shell.transform_cell(cell)
+    yield from reversed(shell.history_manager.input_hist_parsed)
 
 
 def _definitions(text):
@@ -388,6 +388,8 @@ def _taken(names, shell):
         own = isinstance(value, (types.FunctionType, type)) and value.__module__ == "__main__"
         if own:
             sources[name] = _source(value, shell)
+            if value.__name__ not in (name, "<lambda>"):
+                sources[name] += f"\n{name} = {value.__name__}"
         else:
             values[name] = value
     return values, sources

@@ -133,7 +133,7 @@ def _execute(job, rank, names):
         file = f"<{name}>" if name else CELL
         linecache.cache[file] = (len(source), None, source.splitlines(True), file)
         exec(compile(source, file, "exec", dont_inherit=True), main.__dict__)
-    if names["device"].type == "cuda":
+    if names["torch"].cuda.is_initialized():
         names["torch"].cuda.synchronize()  # peers get what was sent; a late error is heard
     kept = {}
     for name in job["get"]:

@@ -458,10 +458,15 @@ def test_in_a_notebook(tmp_path):
             @staticmethod
             def of(x):
                 return x // 2
+        add = plus
         %time pass
     """, """
-        %%torchrun --nproc 2 --gloo --with size,Twice,plus,dataclass,Row,Half --get y
-        y = plus(Twice()(Half.of(Row(2 * rank).width)))
+        if 1:
+          1
+         2
+    """, """
+        %%torchrun --nproc 2 --gloo --with size,Twice,add,dataclass,Row,Half --get y
+        y = add(Twice()(Half.of(Row(2 * rank).width)))
         print(rank, y)
     """, "print(y)", """
         %%torchrun --nproc 2 --gloo --fails
@@ -476,11 +481,11 @@ def test_in_a_notebook(tmp_path):
         print("fine")
     """, "%%torchrun --nproc two\npass"])
     text = ["".join(o.get("text", "") for o in c.outputs) for c in nb.cells]
-    assert text[2] == "0 3\n1 5\n" and text[3] == "[3, 5]\n"
-    assert re.match(r"rank 1 of 2 failed first, after ‹.{6}› s: ValueError: on purpose\n", text[4])
+    assert text[3] == "0 3\n1 5\n" and text[4] == "[3, 5]\n"
+    assert re.match(r"rank 1 of 2 failed first, after ‹.{6}› s: ValueError: on purpose\n", text[5])
     ends = [next((o for o in c.outputs if o.output_type == "error"), None) for c in nb.cells]
-    assert ends[5].ename == "RanksFailed" and "not on purpose" in "\n".join(ends[5].traceback)
-    assert len("\n".join(ends[5].traceback).splitlines()) < 6  # no frames of the launcher
-    assert ends[6].ename == "ValueError" and "expected to fail" in ends[6].evalue
-    assert ends[7].ename == "ValueError" and "two" in ends[7].evalue
-    assert not [e for e in ends[:5] if e]
+    assert ends[6].ename == "RanksFailed" and "not on purpose" in "\n".join(ends[6].traceback)
+    assert len("\n".join(ends[6].traceback).splitlines()) < 6  # no frames of the launcher
+    assert ends[7].ename == "ValueError" and "expected to fail" in ends[7].evalue
+    assert ends[8].ename == "ValueError" and "two" in ends[8].evalue
+    assert [e.ename for e in ends[:6] if e] == ["IndentationError"]
