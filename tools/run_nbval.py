@@ -34,6 +34,7 @@ def compare(name, work, runner, network, cell_seconds, slowest=0, kept=records.L
         arguments = [str(folder / source.name), "--nbval", "--nbval-current-env", "-q", "--color=no",
                      "--nbval-sanitize-with", str(ROOT / "tools/nbval_sanitize.cfg"),
                      "--nbval-cell-timeout", str(cell_seconds), "-p", "no:cacheprovider",
+                     "-p", "no:hypothesispytest",  # takes a second to import
                      "--rootdir", str(folder), "--no-header", "--no-summary",
                      "-c", _write_empty_config(folder), *([f"--durations={slowest}"] if slowest else [])]
         code = pytest.main(arguments, plugins=[plugin])
