@@ -33,7 +33,7 @@ MOST_OUTPUT = 64 * 2**20      # bytes that one rank may print
 START_SECONDS = 60            # for ranks to start, before the time-out of the cell counts
 _TICK = 0.02                  # seconds between two looks at the ranks
 _LINGER, _LINGER_LOST = 0.1, 2.0
-_PRELOAD = ["torch", "torch._dynamo", "torch.distributed", "companion.ranks_agent", "companion.report"]
+_PRELOAD = ["torch", "torch._dynamo", "torch.distributed.launcher.api", "companion.report"]
 
 
 def choose_backend(world_size, device_count):
@@ -274,16 +274,15 @@ def _launch(running):
 
 def serve():
     """The agent's main loop: a job a line on stdin, an answer a line on stdout."""
+    import importlib
     import logging
-    import multiprocessing
-    from multiprocessing import forkserver
     home = Path(os.environ["TMPDIR"])
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # whatever else prints here must not look like an answer
-    multiprocessing.set_forkserver_preload(_PRELOAD)
-    forkserver.ensure_running()  # imports torch there while it is imported here
-    import torch.distributed.launcher.api  # noqa: F401
-    logging.disable()  # torch imports all of torch._dynamo to format a line; tracebacks still come
+    for module in _PRELOAD:
+        importlib.import_module(module)
+    _start_fork_server()
+    logging.disable()  # torch writes to its log at each launch; tracebacks still come
     _join_at_once()
     jobs, current = _Inbox(home), None
     while (job := jobs.next()) is not None:
@@ -297,11 +296,46 @@ def serve():
     os._exit(0)  # the fork server leaves when it sees this end; tearing torch down takes a second
 
 
+def _start_fork_server():
+    """Fork the server off this process, which has torch imported already.
+
+    multiprocessing would start Python anew, to import torch a second time beside the notebook
+    and this process: on two cores the first launch then takes a second longer.
+    """
+    from multiprocessing import forkserver, resource_tracker, util
+
+    def fork(path, args, passfds):
+        if pid := os.fork():
+            return pid
+        try:
+            kept = [2, *sorted(passfds), util.MAXFD]
+            for low, high in zip(kept, kept[1:]):
+                os.closerange(low + 1, high)
+            exec(args[-1], {})  # what ``python -c`` would run: the server's loop
+        except Exception:
+            traceback.print_exc()
+        finally:
+            os._exit(0)
+
+    resource_tracker.ensure_running()  # the usual way: it needs no torch
+    start, util.spawnv_passfds = util.spawnv_passfds, fork
+    try:
+        forkserver.ensure_running()
+    finally:
+        util.spawnv_passfds = start
+
+
 def _join_at_once():
-    """Many nodes join after 0 to 0.3 s at random, to spare their store. One has no one to spare."""
+    """Leave out what the rendezvous of many nodes does, and one node need not wait for.
+
+    Nodes join after 0 to 0.3 s at random, to spare their store. And each step looks up the name
+    of its method for a log, by inspecting the whole stack: 60 ms a launch.
+    """
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
     if wait := getattr(dynamic_rendezvous, "_delay", None):
         dynamic_rendezvous._delay = lambda seconds: None if isinstance(seconds, tuple) else wait(seconds)
+    if hasattr(dynamic_rendezvous, "get_method_name"):
+        dynamic_rendezvous.get_method_name = lambda depth=2: ""
 
 
 class _Inbox:
