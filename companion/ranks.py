@@ -189,11 +189,13 @@ class _Agent:
         try:
             self.process.wait(timeout=3)
         except subprocess.TimeoutExpired:
-            files = (folder or self.home).rglob("*.pid")
-            pids = {file.name: int(file.read_text()) for file in files}
-            kill(pids, signal.SIGKILL)
             self.process.kill()
             self.process.wait()
+        if self.process.returncode:  # nobody else ends its ranks and its fork server
+            files = (folder or self.home).rglob("*.pid")
+            kill({file.name: int(file.read_text()) for file in files}, signal.SIGKILL)
+            with contextlib.suppress(OSError):
+                os.killpg(self.process.pid, signal.SIGTERM)
         self.process.stdout.close()
         shutil.rmtree(self.home, ignore_errors=True)
 

@@ -284,10 +284,12 @@ def serve():
     _start_fork_server()
     logging.disable()  # torch writes to its log at each launch; tracebacks still come
     _join_at_once()
-    jobs, current = _Inbox(home), None
+    jobs = _Inbox(home)
     while (job := jobs.next()) is not None:
-        current = jobs.current = _Job(job)
-        answer = _launch(current)
+        jobs.current = _Job(job)
+        if jobs.gone:  # before it could see this job
+            break
+        answer = _launch(jobs.current)
         jobs.current = None
         with contextlib.suppress(BrokenPipeError):  # the kernel is gone: nobody waits
             answers.write(json.dumps(answer) + "\n")
@@ -308,15 +310,20 @@ def _start_fork_server():
         if pid := os.fork():
             return pid
         try:
-            kept = [2, *sorted(passfds), util.MAXFD]
-            for low, high in zip(kept, kept[1:]):
-                os.closerange(low + 1, high)
+            util.spawnv_passfds = start  # ranks get multiprocessing as a new process has it:
+            forkserver._forkserver.__init__()  # here its lock is held, and the tracker's
+            resource_tracker._resource_tracker.__init__()  # process looks like a child
+            for fd in map(int, os.listdir("/dev/fd")):
+                if fd > 2 and fd not in passfds:
+                    with contextlib.suppress(OSError):  # the number that listed them
+                        os.close(fd)
             exec(args[-1], {})  # what ``python -c`` would run: the server's loop
         except Exception:
             traceback.print_exc()
         finally:
             os._exit(0)
 
+    forkserver.set_forkserver_preload(_PRELOAD)  # for a server that replaces a killed one
     resource_tracker.ensure_running()  # the usual way: it needs no torch
     start, util.spawnv_passfds = util.spawnv_passfds, fork
     try:
@@ -344,6 +351,7 @@ class _Inbox:
     def __init__(self, home):
         import queue
         self.home, self.current, self.queue = home, None, queue.Queue()
+        self.gone = False  # is the kernel?
         threading.Thread(target=self._read, daemon=True).start()
 
     def next(self):
@@ -357,8 +365,9 @@ class _Inbox:
                     self.current.cancelled.set()
             else:
                 self.queue.put(message)
+        self.gone = True
         running = self.current
-        if running is not None:  # the kernel is gone: so are its ranks
+        if running is not None:  # its ranks go too
             kill(running.pids(), signal.SIGKILL)
             running.cancelled.set()
             running.over.wait(5)

@@ -1,4 +1,5 @@
 """``%%torchrun``: every way a cell on ranks can end, and what it leaves behind."""
+import inspect
 import os
 import re
 import signal
@@ -98,14 +99,28 @@ def test_ranks_on_the_cpu_see_no_gpu(monkeypatch):
     assert run("import os; seen = os.environ['CUDA_VISIBLE_DEVICES']", 2, get=["seen"]).values["seen"] == ["", ""]
 
 
-# Catches a patch that no longer fits how elastic calls for a wait, or that drops all waits.
-def test_only_the_wait_at_random_is_left_out(monkeypatch):
+# Catches patches that no longer fit how elastic calls for a wait and a name, or that drop all waits.
+def test_only_the_wait_at_random_and_names_for_logs_are_left_out(monkeypatch):
     waited = []
     monkeypatch.setattr(dynamic_rendezvous, "_delay", lambda seconds: waited.append(seconds))
+    monkeypatch.setattr(dynamic_rendezvous, "get_method_name", inspect.stack)
     ranks_agent._join_at_once()
     dynamic_rendezvous._delay(seconds=(0, 0.3))
     dynamic_rendezvous._delay(seconds=1)
     assert waited == [1]
+    assert dynamic_rendezvous.get_method_name() == ""
+    assert "get_method_name" in dynamic_rendezvous.DynamicRendezvousHandler._record.__code__.co_names
+
+
+# Catches ranks that hold the fork server's lock (forkserver hangs) or its way of starting it (spawn fails).
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_a_rank_has_workers_of_its_own(method):
+    cell = f"""
+        data = torch.utils.data.TensorDataset(torch.arange(4))
+        loader = torch.utils.data.DataLoader(data, num_workers=1, multiprocessing_context="{method}")
+        print([int(x) for x, in loader])
+    """
+    assert run(cell, 2).stdout == ["[0, 1, 2, 3]\n"] * 2
 
 
 def test_bare_makes_no_group():
@@ -263,10 +278,15 @@ def test_the_agent_is_replaced_when_it_died():
     assert run("print(rank)", 1).stdout == ["0\n"]
 
 
-def test_killing_the_agent_during_a_cell_is_told():
-    error = failed("import os, signal, time\nos.kill(int(agent), signal.SIGKILL)\ntime.sleep(9)", 1,
-                   values={"agent": _agent_pid()})
+@LINUX
+@pytest.mark.parametrize("body", ["time.sleep(99)", "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True: pass"])
+def test_killing_the_agent_during_a_cell_is_told_and_ends_its_ranks(body):
+    agent = _agent_pid()
+    home = ranks._current.home
+    error = failed("import os, signal, time\nif rank: os.kill(agent, signal.SIGKILL)\n" + body, 2,
+                   values={"agent": agent})
     assert "launcher itself ended" in str(error) and error.seconds < QUICK
+    assert _within(5, lambda: not _processes(home)) and not home.exists()
     assert run("print(rank)", 1).stdout == ["0\n"]
 
 
@@ -397,6 +417,20 @@ def test_a_killed_kernel_leaves_nothing(kernel, group):
     (os.killpg if group else os.kill)(process.pid, signal.SIGKILL)
     assert _within(15, lambda: not _processes(home) and not home.exists()), _processes(home)
     assert _within(5, lambda: not maps & _shared())
+
+
+@LINUX
+@pytest.mark.parametrize("wait", [0, 1])
+def test_a_kernel_killed_before_its_first_job_runs_leaves_nothing(tmp_path, wait):
+    script = ("from companion import ranks\nprint(ranks._agent().home, flush=True)\n"
+              "ranks.run('import time; time.sleep(99)', 2)")
+    process = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True,
+                               env={**os.environ, "TMPDIR": str(tmp_path)})
+    home = Path(process.stdout.readline().strip())
+    time.sleep(wait)
+    process.kill()
+    process.communicate()
+    assert _within(20, lambda: not _processes(home) and not home.exists()), _processes(home)
 
 
 def _semaphores_of(pids):
