@@ -301,6 +301,35 @@ def _gradient_seconds(network, cluster, layout, shares):
     return total * (each + (2 if layout.zero else each)) / speed, 0.0
 
 
+def parts(network, cluster, layout, batch, seq, shares):
+    """Seconds that each part of a training step takes: {name: seconds}. For ``step``."""
+    m = batch // (layout.dp * layout.micro)
+    most, last = _stage_layers(network, layout)
+    layer = _layer_times(network, cluster, layout, seq, shares)
+    head = _head_times(network, cluster, layout, seq, shares)
+    each_layer, each_head = (sum(map(sum, t.values())) for t in (layer, head))
+    slowest = max(most * each_layer, last * each_layer + each_head)
+    mean = (network.layers * each_layer + each_head) / layout.pp
+    found = {}
+    for part, pair in layer.items():
+        found[part] = m * network.layers / layout.pp * sum(pair)
+    for part, pair in head.items():
+        found[part] += m / layout.pp * sum(pair)
+    found["imbalance"] = m * (slowest - mean)
+    found["bubble"] = (layout.pp - 1) / layout.chunks * slowest
+    message = layout.micro * seq / layout.cp * network.hidden * 2 / layout.tp
+    ways = 2 * layout.chunks if layout.pp > 1 else 0
+    link = cluster.link(layout.tp * layout.cp * layout.pp) * shares["link"]
+    found["pp"] = m * ways * message / link
+    backward = slowest - most * sum(pair[0] for pair in layer.values())
+    once, every = _gradient_seconds(network, cluster, layout, shares)
+    found["dp"] = max(0.0, once - backward) + m * max(0.0, every - slowest)
+    owned = sum(_held(network, layout)) / (layout.dp * layout.cp if layout.zero else 1)
+    moved = ASSUMED["bytes moved per parameter by the optimizer"]
+    found["optimizer"] = owned * moved / cluster.gpu.hbm_bytes_per_s
+    return found
+
+
 def step(network, cluster, layout, batch, seq, shares=None, mfu_causal=True):
     """One training step of ``batch`` sequences of ``seq`` tokens: a ``Step``.
 
@@ -310,36 +339,11 @@ def step(network, cluster, layout, batch, seq, shares=None, mfu_causal=True):
     a share.
     """
     check(network, cluster, layout, batch)
-    shares = shares or SHARES
-    m = batch // (layout.dp * layout.micro)
-    most, last = _stage_layers(network, layout)
-    layer = _layer_times(network, cluster, layout, seq, shares)
-    head = _head_times(network, cluster, layout, seq, shares)
-    each_layer, each_head = (sum(map(sum, t.values())) for t in (layer, head))
-    slowest = max(most * each_layer, last * each_layer + each_head)
-    mean = (network.layers * each_layer + each_head) / layout.pp
-    parts = {}
-    for part, pair in layer.items():
-        parts[part] = m * network.layers / layout.pp * sum(pair)
-    for part, pair in head.items():
-        parts[part] += m / layout.pp * sum(pair)
-    parts["imbalance"] = m * (slowest - mean)
-    parts["bubble"] = (layout.pp - 1) / layout.chunks * slowest
-    message = layout.micro * seq / layout.cp * network.hidden * 2 / layout.tp
-    ways = 2 * layout.chunks if layout.pp > 1 else 0
-    link = cluster.link(layout.tp * layout.cp * layout.pp) * shares["link"]
-    parts["pp"] = m * ways * message / link
-    backward = slowest - most * sum(pair[0] for pair in layer.values())
-    once, every = _gradient_seconds(network, cluster, layout, shares)
-    parts["dp"] = max(0.0, once - backward) + m * max(0.0, every - slowest)
-    bytes_here = memory(network, layout, batch, seq)
-    owned = sum(_held(network, layout)) / (layout.dp * layout.cp if layout.zero else 1)
-    moved = ASSUMED["bytes moved per parameter by the optimizer"]
-    parts["optimizer"] = owned * moved / cluster.gpu.hbm_bytes_per_s
-    seconds = sum(parts.values())
+    times = parts(network, cluster, layout, batch, seq, shares or SHARES)
+    bytes_here, seconds = memory(network, layout, batch, seq), sum(times.values())
     useful = batch * seq * network.model_flops(seq, causal=mfu_causal)
     room = cluster.gpu.memory_bytes * ASSUMED["share of memory that a job can fill"]
-    return Step(layout, seconds, parts, bytes_here, sum(bytes_here.values()) <= room,
+    return Step(layout, seconds, times, bytes_here, sum(bytes_here.values()) <= room,
                 useful / (cluster.gpus * cluster.gpu.peak("bf16") * seconds))
 
 
@@ -433,6 +437,11 @@ class Run:
         return min((step(self.network, self.cluster, option, self.batch, self.seq, shares)
                     for option in choices), key=lambda s: s.seconds)
 
+    def predicted_seconds(self, shares):
+        """``predict(shares).seconds``, without what a fit that asks thousands of times can spare."""
+        return min(sum(parts(self.network, self.cluster, option, self.batch, self.seq,
+                             shares).values()) for option in self._choices)
+
     @cached_property  # memory does not depend on the shares, of which a fit tries hundreds
     def _choices(self):
         return self._fitting(self.layout)
@@ -480,8 +489,8 @@ def fit(rows, precision=1000):
     """Shares that predict the steps of ``rows`` best, in relative error: a dict like SHARES.
 
     Least squares of the log of predicted / printed. One constant for each architecture of
-    ``rows`` and one for all links: a scan over the link's in steps of 0.05, a bisection for
-    the others. precision: the answer is rounded to 1 / precision.
+    ``rows`` and one for all links: a scan over the link's in steps of 0.05, the
+    secant method for the others. precision: the answer is rounded to 1 / precision.
     """
     kinds = sorted({r.cluster.gpu.architecture for r in rows})
     best = None
@@ -499,15 +508,19 @@ def fit(rows, precision=1000):
 def one_share(rows, kind, others, low=0.3, high=1.0):
     """(share of the peak of ``kind``, sum of squared logs there), the other shares given.
 
-    Bisects on the sum of logs: predicted times fall as the share rises.
+    Makes the sum of logs zero by the secant method: predicted times fall as the share rises.
     """
     def logs(share):
-        return [math.log(r.predict({**others, kind: share}).seconds / r.seconds) for r in rows]
-    for _ in range(14):
-        middle = (low + high) / 2
-        low, high = (middle, high) if sum(logs(middle)) > 0 else (low, middle)
-    share = (low + high) / 2
-    return share, sum(x * x for x in logs(share))
+        shares = {**others, kind: share}
+        return [math.log(r.predicted_seconds(shares) / r.seconds) for r in rows]
+    before, share = low, high
+    error, errors = sum(logs(low)), logs(high)
+    while abs(share - before) > 1e-5:
+        slope = (sum(errors) - error) / (share - before)
+        before, error = share, sum(errors)
+        share = min(high, max(low, share - error / slope))
+        errors = logs(share)
+    return share, sum(x * x for x in errors)
 
 
 @cache
