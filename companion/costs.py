@@ -489,8 +489,8 @@ def fit(rows, precision=1000):
     """Shares that predict the steps of ``rows`` best, in relative error: a dict like SHARES.
 
     Least squares of the log of predicted / printed. One constant for each architecture of
-    ``rows`` and one for all links: a scan over the link's in steps of 0.05, the
-    secant method for the others. precision: the answer is rounded to 1 / precision.
+    ``rows`` and one for all links: a scan over the link's in steps of 0.05, a bisection for
+    the others. precision: the answer is rounded to 1 / precision.
     """
     kinds = sorted({r.cluster.gpu.architecture for r in rows})
     best = None
@@ -508,19 +508,16 @@ def fit(rows, precision=1000):
 def one_share(rows, kind, others, low=0.3, high=1.0):
     """(share of the peak of ``kind``, sum of squared logs there), the other shares given.
 
-    Makes the sum of logs zero by the secant method: predicted times fall as the share rises.
+    Bisects on the sum of logs: predicted times do not rise with the share.
     """
     def logs(share):
         shares = {**others, kind: share}
         return [math.log(r.predicted_seconds(shares) / r.seconds) for r in rows]
-    before, share = low, high
-    error, errors = sum(logs(low)), logs(high)
-    while abs(share - before) > 1e-5:
-        slope = (sum(errors) - error) / (share - before)
-        before, error = share, sum(errors)
-        share = min(high, max(low, share - error / slope))
-        errors = logs(share)
-    return share, sum(x * x for x in errors)
+    for _ in range(14):
+        middle = (low + high) / 2
+        low, high = (middle, high) if sum(logs(middle)) > 0 else (low, middle)
+    share = (low + high) / 2
+    return share, sum(x * x for x in logs(share))
 
 
 @cache

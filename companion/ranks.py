@@ -24,7 +24,8 @@ A cell that fails raises ``RanksFailed``: which rank failed first, after how lon
 Beyond one machine use ``torchrun --nnodes`` itself, with the cell as a script.
 
 Limits: POSIX only; ranks compute with one thread each; MOST_SHOWN characters a rank are shown;
-a rank asks for a host's name twice, a second each, unless RES_OPTIONS says otherwise.
+a rank asks for a host's name twice, a second each, unless RES_OPTIONS says otherwise; a process
+that a rank started and left behind ends with the kernel.
 Taught in: chapters/collectives.
 """
 import argparse
@@ -133,7 +134,7 @@ class _Agent:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", "from companion.ranks_agent import serve; serve()"],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, encoding="utf-8",
-                start_new_session=True, env=environment)
+                start_new_session=True, env=environment, cwd=self.home)  # the notebook's may go
 
     def alive(self):
         return self.process.poll() is None and self.owner == os.getpid()
@@ -146,9 +147,6 @@ class _Agent:
         try:
             answer = self._ask({**job, "folder": str(folder)})
             return _outcome(job, folder, answer, time.perf_counter() - started)
-        except KeyboardInterrupt:
-            self._cancel(folder)
-            raise
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -156,12 +154,15 @@ class _Agent:
         try:
             self._send(message)
             line = self.process.stdout.readline()
+        except KeyboardInterrupt:
+            self._cancel()
+            raise
         except BrokenPipeError:
             line = ""
         if line:
             return json.loads(line)
         log = (self.home / "log").read_text(errors="replace").strip().splitlines()
-        self.end(Path(message["folder"]))
+        self.end()
         why = log[-1] if log else "no message"
         return {"stopped": f"the launcher itself ended: {why}", "exitcodes": {}}
 
@@ -169,7 +170,7 @@ class _Agent:
         self.process.stdin.write(json.dumps(message) + "\n")
         self.process.stdin.flush()
 
-    def _cancel(self, folder):
+    def _cancel(self):
         """After Ctrl-C: ask, and wait for the ranks to be gone; a second Ctrl-C does not ask."""
         ended = False
         try:
@@ -178,12 +179,12 @@ class _Agent:
         except (OSError, KeyboardInterrupt):
             pass
         if not ended:
-            self.end(folder)
+            self.end()
 
-    def end(self, folder=None):
+    def end(self):
         """End the agent and its ranks, and remove their files; at the kernel's exit too."""
-        if self.owner != os.getpid():  # a forked child of the kernel owns nothing
-            return
+        if self.owner != os.getpid() or self.process.stdout.closed:
+            return  # a forked child of the kernel owns nothing; an agent that ended is no number
         with contextlib.suppress(OSError):
             self.process.stdin.close()
         try:
@@ -191,8 +192,8 @@ class _Agent:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-        if self.process.returncode:  # nobody else ends its ranks and its fork server
-            files = (folder or self.home).rglob("*.pid")
+        if self.process.returncode:  # it could not end its ranks and its fork server
+            files = self.home.glob("[0-9]*/[0-9]*.pid")
             kill({file.name: int(file.read_text()) for file in files}, signal.SIGKILL)
             with contextlib.suppress(OSError):
                 os.killpg(self.process.pid, signal.SIGTERM)

@@ -235,6 +235,9 @@ def _launch(running):
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
     job, folder = running.job, running.folder
+    if running.cancelled.is_set():
+        running.over.set()
+        return {"exitcodes": {}, "stopped": "cancelled"}
 
     class Files(LogsSpecs):
         """Every rank's output goes to files of the job's folder."""
@@ -286,16 +289,14 @@ def serve():
     _join_at_once()
     jobs = _Inbox(home)
     while (job := jobs.next()) is not None:
-        jobs.current = _Job(job)
-        if jobs.gone:  # before it could see this job
-            break
-        answer = _launch(jobs.current)
-        jobs.current = None
+        answer = _launch(job)
         with contextlib.suppress(BrokenPipeError):  # the kernel is gone: nobody waits
             answers.write(json.dumps(answer) + "\n")
             answers.flush()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.killpg(0, signal.SIGTERM)  # the fork server, and what ranks started and left behind
     shutil.rmtree(home, ignore_errors=True)
-    os._exit(0)  # the fork server leaves when it sees this end; tearing torch down takes a second
+    os._exit(0)  # tearing torch down takes a second
 
 
 def _start_fork_server():
@@ -346,12 +347,11 @@ def _join_at_once():
 
 
 class _Inbox:
-    """Reads stdin on a thread, so that a cancel or the kernel's death is seen during a job."""
+    """Reads stdin on a thread, so that a cancel or the kernel's death is seen at any time."""
 
     def __init__(self, home):
         import queue
-        self.home, self.current, self.queue = home, None, queue.Queue()
-        self.gone = False  # is the kernel?
+        self.home, self.latest, self.queue = home, None, queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
 
     def next(self):
@@ -360,18 +360,17 @@ class _Inbox:
     def _read(self):
         for line in sys.stdin:
             message = json.loads(line)
-            if message == "cancel":
-                if self.current is not None:
-                    self.current.cancelled.set()
-            else:
-                self.queue.put(message)
-        self.gone = True
-        running = self.current
-        if running is not None:  # its ranks go too
-            kill(running.pids(), signal.SIGKILL)
+            if message != "cancel":
+                self.latest = _Job(message)
+                self.queue.put(self.latest)
+            elif self.latest is not None:
+                self.latest.cancelled.set()
+        running = self.latest
+        if running is not None and not running.over.is_set():  # the kernel is gone: so are its ranks
             running.cancelled.set()
+            kill(running.pids(), signal.SIGKILL)
             running.over.wait(5)
         self.queue.put(None)
         time.sleep(5)  # the main thread leaves by itself, unless it hangs
         shutil.rmtree(self.home, ignore_errors=True)
-        os._exit(1)
+        os.killpg(0, signal.SIGTERM)

@@ -279,15 +279,23 @@ def test_the_agent_is_replaced_when_it_died():
 
 
 @LINUX
-@pytest.mark.parametrize("body", ["time.sleep(99)", "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True: pass"])
-def test_killing_the_agent_during_a_cell_is_told_and_ends_its_ranks(body):
+@pytest.mark.parametrize("body", ["", "signal.signal(signal.SIGTERM, signal.SIG_IGN)"])
+def test_killing_the_agent_during_a_cell_is_told_and_ends_its_ranks(tmp_path, body):
     agent = _agent_pid()
     home = ranks._current.home
-    error = failed("import os, signal, time\nif rank: os.kill(agent, signal.SIGKILL)\n" + body, 2,
-                   values={"agent": agent})
+    (home / "server.pid").write_text("of somebody else")
+    cell = f"import os, signal\n{_CHILD}{body}\nif rank: os.kill(agent, signal.SIGKILL)\nwhile True: pass"
+    error = failed(cell, 2, values={"agent": agent, "folder": str(tmp_path)})
     assert "launcher itself ended" in str(error) and error.seconds < QUICK
-    assert _within(5, lambda: not _processes(home)) and not home.exists()
+    assert _within(5, lambda: not _processes(home) and not _alive(tmp_path)) and not home.exists()
     assert run("print(rank)", 1).stdout == ["0\n"]
+
+
+# Catches signals to a number that was an agent's long ago, and is somebody else's process now.
+def test_an_agent_is_ended_once(monkeypatch):
+    failed("import os, signal\nos.kill(agent, signal.SIGKILL)\nwhile True: pass", 1, values={"agent": _agent_pid()})
+    monkeypatch.setattr(os, "killpg", lambda *_: pytest.fail("a second signal"))
+    ranks.stop()
 
 
 def _agent_pid():
@@ -296,6 +304,23 @@ def _agent_pid():
 
 
 # ---------------------------------------------------------------- what is left
+
+_CHILD = """
+import subprocess
+child = subprocess.Popen(["sleep", "99"])
+with open(f"{folder}/part{rank}", "w") as file:
+    print(child.pid, file=file)
+os.rename(f"{folder}/part{rank}", f"{folder}/child{rank}")
+"""
+
+
+def _alive(folder):
+    """Processes that _CHILD left, by their files in ``folder``."""
+    pids = [int(file.read_text()) for file in Path(folder).glob("child*")]
+    assert pids
+    return [pid for pid in pids if Path(f"/proc/{pid}").exists()
+            and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"]
+
 
 def _processes(home):
     """Processes whose environment names folder ``home``: the agent, its server, its ranks."""
@@ -368,7 +393,7 @@ from companion import ranks
 try:
     ranks.run("print(rank)", 2)
     print(ranks._current.home, flush=True)
-    ranks.run("import time\\nopen({flag!r} + str(rank), 'w').close()\\n{body}", 2, timeout=60)
+    ranks.run({cell!r}, 2, timeout=60)
 except KeyboardInterrupt:
     print("interrupted", flush=True)
     print(ranks.run("print(rank)", 2).stdout, flush=True)
@@ -382,7 +407,8 @@ def kernel(tmp_path):
 
     def start(body="time.sleep(99)"):
         flag = str(tmp_path / "flag")
-        script = _SCRIPT.format(root=str(ROOT), flag=flag, body=body)
+        cell = f"import time\nopen({flag!r} + str(rank), 'w').close()\n{body}"
+        script = _SCRIPT.format(root=str(ROOT), cell=cell)
         process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True,
                                    start_new_session=True, env={**os.environ, "TMPDIR": str(tmp_path)})
         started.append(process)
@@ -419,18 +445,59 @@ def test_a_killed_kernel_leaves_nothing(kernel, group):
     assert _within(5, lambda: not maps & _shared())
 
 
+# Catches children of ranks, with the resource tracker that waits for them.
 @LINUX
-@pytest.mark.parametrize("wait", [0, 1])
-def test_a_kernel_killed_before_its_first_job_runs_leaves_nothing(tmp_path, wait):
-    script = ("from companion import ranks\nprint(ranks._agent().home, flush=True)\n"
-              "ranks.run('import time; time.sleep(99)', 2)")
-    process = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True,
-                               env={**os.environ, "TMPDIR": str(tmp_path)})
-    home = Path(process.stdout.readline().strip())
-    time.sleep(wait)
+def test_what_ranks_started_ends_with_the_kernel(kernel, tmp_path):
+    workers = ("import os; folder = " + repr(str(tmp_path)) + "\n" + _CHILD +
+               "data = torch.utils.data.TensorDataset(torch.arange(9))\n"
+               "for x in torch.utils.data.DataLoader(data, num_workers=1, multiprocessing_context='forkserver'):\n"
+               "    open(folder + '/at_work' + str(rank), 'w').close()\n    time.sleep(99)")
+    process, home = kernel(workers)
+    assert _within(30, lambda: len(list(tmp_path.glob("at_work*"))) == 2)
     process.kill()
-    process.communicate()
+    assert _within(15, lambda: not _processes(home) and not home.exists() and not _alive(tmp_path))
+
+
+@pytest.fixture
+def young(tmp_path):
+    """Starts a process that stands for a kernel, with a first job that waits for torch; gives it and its folder."""
+    started = []
+    cell = "import time; open('ran', 'w').close(); time.sleep(99)"
+
+    def start():
+        script = ("import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+                  f"import sys; sys.path.insert(0, {str(ROOT)!r})\nfrom companion import ranks\n"
+                  f"home = ranks._agent().home\nimport os; os.chdir({str(tmp_path)!r})\n"
+                  f"print(home, flush=True)\nranks.run({cell!r}, 2)")
+        folder = tmp_path / "works"
+        folder.mkdir()
+        process = subprocess.Popen([sys.executable, "-c", script], cwd=folder, stdout=subprocess.PIPE, text=True,
+                                   stderr=subprocess.DEVNULL, env={**os.environ, "TMPDIR": str(tmp_path)})
+        started.append(process)
+        return process, Path(process.stdout.readline().strip())
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+@LINUX
+def test_a_kernel_killed_before_its_first_job_runs_leaves_nothing(young, tmp_path):
+    process, home = young()
+    process.kill()
+    (tmp_path / "works").rmdir()
     assert _within(20, lambda: not _processes(home) and not home.exists()), _processes(home)
+    assert not (tmp_path / "ran").exists()
+
+
+@LINUX
+def test_ctrl_c_before_the_first_job_runs_is_heard(young, tmp_path):
+    process, home = young()
+    time.sleep(0.3)  # the job is in the pipe
+    process.send_signal(signal.SIGINT)
+    process.wait(QUICK)
+    assert _within(5, lambda: not _processes(home) and not home.exists()), _processes(home)
+    assert not (tmp_path / "ran").exists()
 
 
 def _semaphores_of(pids):
