@@ -217,7 +217,8 @@ class _Job:
             if reason := self.reason():
                 self.stopped = reason
                 kill(self.pids(), signal.SIGTERM)  # writes N.where, then ends the rank
-                while not self.over.wait(0.5):
+                grace = _TICK if reason == "cancelled" else 0.5  # nobody asks where it was
+                while not self.over.wait(grace):
                     kill(self.pids(), signal.SIGKILL)
                 return
 
@@ -235,9 +236,6 @@ def _launch(running):
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
     job, folder = running.job, running.folder
-    if running.cancelled.is_set():
-        running.over.set()
-        return {"exitcodes": {}, "stopped": "cancelled"}
 
     class Files(LogsSpecs):
         """Every rank's output goes to files of the job's folder."""
