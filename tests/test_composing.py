@@ -254,6 +254,13 @@ def test_the_shares_are_the_fit_and_the_fit_can_fail():
     assert costs.fit(slower)["Ampere"] < 0.7 * costs.SHARES["Ampere"]
 
 
+# Catches a short cut of the fit that leaves out what a prediction has.
+def test_a_fit_and_a_prediction_count_the_same_seconds():
+    for run in [*costs.runs(), *costs.runs(later=True)]:
+        shares = {"link": 0.7, run.cluster.gpu.architecture: 0.6}
+        assert run.predicted_seconds(shares) == run.predict(shares).seconds
+
+
 def test_bad_layouts_are_said():
     net, cluster = costs.NETWORKS["Llama 3 8B"], costs.Cluster("H100", 16, 50e9)
     for layout, batch, message in [
