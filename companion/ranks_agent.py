@@ -356,13 +356,14 @@ class _Inbox:
         return self.queue.get()
 
     def _read(self):
-        for line in sys.stdin:
-            message = json.loads(line)
-            if message != "cancel":
-                self.latest = _Job(message)
-                self.queue.put(self.latest)
-            elif self.latest is not None:
-                self.latest.cancelled.set()
+        with contextlib.suppress(ValueError):  # a kernel can be interrupted in the middle of a line
+            for line in sys.stdin:
+                message = json.loads(line)
+                if message != "cancel":
+                    self.latest = _Job(message)
+                    self.queue.put(self.latest)
+                elif self.latest is not None:
+                    self.latest.cancelled.set()
         running = self.latest
         if running is not None and not running.over.is_set():  # the kernel is gone: so are its ranks
             running.cancelled.set()

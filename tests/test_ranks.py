@@ -463,11 +463,12 @@ def young(tmp_path):
     """Starts a process that stands for a kernel, with a first job that waits for torch; gives it and its folder."""
     started = []
 
-    def start():
+    def start(size=0):
         script = ("import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
                   f"import sys; sys.path.insert(0, {str(ROOT)!r})\nfrom companion import ranks\n"
                   f"home = ranks._agent().home\nimport os; os.chdir({str(tmp_path)!r})\n"
-                  f"print(home, flush=True)\nranks.run('import time; time.sleep(99)', 2)")
+                  f"print(home, flush=True)\n"
+                  f"ranks.run('import time; time.sleep(99)', 2, values=dict(x=bytes({size})))")
         folder = tmp_path / "works"
         folder.mkdir()
         process = subprocess.Popen([sys.executable, "-c", script], cwd=folder, stdout=subprocess.PIPE, text=True,
@@ -489,9 +490,10 @@ def test_a_kernel_killed_before_its_first_job_runs_leaves_nothing(young, tmp_pat
 
 
 @LINUX
-def test_ctrl_c_before_the_first_job_runs_is_heard(young):
-    process, home = young()
-    time.sleep(0.3)  # the job is in the pipe
+@pytest.mark.parametrize("size", [0, 10**7])
+def test_ctrl_c_before_the_first_job_runs_is_heard(young, size):
+    process, home = young(size)
+    time.sleep(0.5)  # the job is in the pipe, the large one in part
     process.send_signal(signal.SIGINT)
     process.wait(QUICK)
     assert _within(5, lambda: not _processes(home) and not home.exists()), _processes(home)
