@@ -318,8 +318,15 @@ def _alive(folder):
     """Processes that _CHILD left, by their files in ``folder``."""
     pids = [int(file.read_text()) for file in Path(folder).glob("child*")]
     assert pids
-    return [pid for pid in pids if Path(f"/proc/{pid}").exists()
-            and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"]
+    return [pid for pid in pids if _runs(pid)]
+
+
+def _runs(pid):
+    """Is it there, and no zombie?"""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def _processes(home):
@@ -328,8 +335,7 @@ def _processes(home):
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
-                if state != "Z" and f"TMPDIR={home}".encode() in (entry / "environ").read_bytes():
+                if _runs(entry.name) and f"TMPDIR={home}".encode() in (entry / "environ").read_bytes():
                     found.append(int(entry.name))
             except OSError:
                 pass
